@@ -1,0 +1,3 @@
+"""minillm: LLM inference, built to be read."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,29 @@
+"""One family of errors for bad input. Each message names the thing that is wrong and the remedy.
+
+The command line turns any `MinillmError` into one line on stderr and exit code 2; `--debug` shows the traceback.
+They are ValueErrors, so a library user who expects Python's own habits is not surprised.
+"""
+
+
+class MinillmError(ValueError):
+    """Bad input, told in one line."""
+
+
+class ConfigError(MinillmError):
+    """A config.json or a GGUF header that no model can be built from."""
+
+
+class CheckpointError(MinillmError):
+    """A weight file that is missing, damaged, or holds what minillm cannot run."""
+
+
+class FetchError(MinillmError):
+    """A model that could not be downloaded or stored."""
+
+
+class TokenizerError(MinillmError):
+    """Text or ids that cannot be tokenized, or a damaged vocabulary."""
+
+
+class RequestError(MinillmError):
+    """A prompt or sampling parameter that cannot be served."""
