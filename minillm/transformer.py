@@ -1,0 +1,175 @@
+"""A decoder-only transformer: packed tokens in, hidden states out, and a head that makes logits of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .attention import Attention
+from .config import DENSE, ModelConfig
+from .errors import CheckpointError, ConfigError
+from .layers import Linear, RMSNorm, Rotary, SwiGLU, region
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + feed_forward(norm(x)): each half adds its finding to the residual stream."""
+
+    def __init__(self, config: ModelConfig, attention: Attention, mlp: nn.Module) -> None:
+        super().__init__()
+        self.attn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.attention = attention
+        self.ffn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = mlp
+
+    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], cache) -> Tensor:
+        with region("attn_norm"):
+            h = self.attn_norm(x)
+        x = x + self.attention(h, rotation, cache)
+        with region("ffn_norm"):
+            h = self.ffn_norm(x)
+        return x + self.mlp(h)
+
+
+class Transformer(nn.Module):
+    """`model(tokens, positions, cache)` -> hidden (T, d); `model.logits(hidden)` -> (rows, V) float32.
+
+    The two are apart because a prefill of 500 tokens needs the logits of one row, and the head is the widest matrix
+    of a small model. Built from a mapping of tensors with Hugging Face's names; see `from_tensors`.
+    """
+
+    def __init__(self, config: ModelConfig, embedding: Tensor, blocks: list[Block], head: nn.Module) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Parameter(embedding, requires_grad=False)
+        self.rotary = Rotary(config)
+        self.blocks = nn.ModuleList(blocks)
+        self.final_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = head
+
+    def forward(self, tokens: Tensor, positions: Tensor, cache) -> Tensor:
+        """tokens (T,) ids, positions (T,) of each within its sequence -> hidden (T, d), before the final norm."""
+        with region("embed"):
+            x = F.embedding(tokens, self.embedding)
+        rotation = self.rotary(positions)  # the same for every layer
+        for block in self.blocks:
+            x = block(x, rotation, cache)
+        cache.advance(len(tokens))
+        return x
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden (rows, d) -> (rows, V) float32: unnormalised log-probabilities of the next token."""
+        with region("final_norm"):
+            h = self.final_norm(hidden)
+        with region("lm_head"):
+            return self.lm_head(h).float()
+
+    @property
+    def device(self) -> torch.device:
+        return self.embedding.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the residual stream and of a cache made for this model."""
+        return self.embedding.dtype
+
+    def linears(self) -> list[nn.Module]:
+        """Every weight matrix that a decode step multiplies by, head included."""
+        per_block = [
+            (b.attention.qkv_proj, b.attention.o_proj, b.mlp.gate_up_proj, b.mlp.down_proj) for b in self.blocks
+        ]
+        return [layer for block in per_block for layer in block] + [self.lm_head]
+
+    def decode_bytes(self) -> int:
+        """Weight bytes that one decode step reads: each matrix once, each norm once, one row of the embedding."""
+        norms = sum(m.weight.nbytes for m in self.modules() if isinstance(m, RMSNorm))
+        row = self.embedding.nbytes // self.embedding.shape[0]
+        return sum(layer.weight_bytes for layer in self.linears()) + norms + row
+
+
+def from_tensors(config: ModelConfig, tensors: Mapping[str, Tensor], make_linear=Linear) -> Transformer:
+    """Builds the model from Hugging Face's tensor names, taking each tensor once.
+
+    `make_linear(weight, bias)` decides how a matrix is stored. Raises CheckpointError for a missing, surplus or
+    misshapen tensor, ConfigError for an architecture that minillm sizes but does not run.
+    """
+    if config.model_type not in DENSE:
+        raise ConfigError(
+            f"model_type {config.model_type!r} can be sized but not run yet; minillm runs {', '.join(sorted(DENSE))}"
+        )
+    taken = _Taken(tensors)
+    embedding = taken("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
+    blocks = [_block(config, i, taken, make_linear) for i in range(config.num_hidden_layers)]
+    head = taken.optional("lm_head.weight", (config.vocab_size, config.hidden_size))
+    if config.tie_word_embeddings or head is None:
+        if not config.tie_word_embeddings:
+            raise CheckpointError("tensor lm_head.weight is missing and the config does not tie it; get the whole file")
+        head = embedding  # a copy in the file is ignored: tied means tied
+    model = Transformer(config, embedding, blocks, make_linear(head, None))
+    model.final_norm.weight = nn.Parameter(taken("model.norm.weight", (config.hidden_size,)), requires_grad=False)
+    taken.finish()
+    return model.eval()
+
+
+def _block(config: ModelConfig, layer: int, taken: _Taken, make_linear) -> Block:
+    c, prefix = config, f"model.layers.{layer}."
+    queries, keys = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+
+    def linear(names: dict[str, int], columns: int, bias: bool) -> nn.Module:
+        """One matrix of several that share their input, stacked by rows."""
+        weights = [taken(f"{prefix}{name}.weight", (rows, columns)) for name, rows in names.items()]
+        biases = [taken(f"{prefix}{name}.bias", (rows,)) for name, rows in names.items()] if bias else []
+        return make_linear(_stack(weights), _stack(biases) if bias else None)
+
+    attention = Attention(
+        c,
+        layer,
+        linear({"self_attn.q_proj": queries, "self_attn.k_proj": keys, "self_attn.v_proj": keys}, c.hidden_size,
+               c.attention_bias),
+        linear({"self_attn.o_proj": c.hidden_size}, queries, c.attention_out_bias),
+    )  # fmt: skip
+    mlp = SwiGLU(
+        linear({"mlp.gate_proj": c.intermediate_size, "mlp.up_proj": c.intermediate_size}, c.hidden_size, c.mlp_bias),
+        linear({"mlp.down_proj": c.hidden_size}, c.intermediate_size, c.mlp_bias),
+    )
+    block = Block(c, attention, mlp)
+    norms = {"input_layernorm": block.attn_norm, "post_attention_layernorm": block.ffn_norm}
+    norms |= {"self_attn.q_norm": attention.q_norm, "self_attn.k_norm": attention.k_norm} if c.qk_norm else {}
+    for name, norm in norms.items():
+        norm.weight = nn.Parameter(taken(f"{prefix}{name}.weight", tuple(norm.weight.shape)), requires_grad=False)
+    return block
+
+
+def _stack(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+class _Taken:
+    """Hands out tensors by name, checks their shapes, and at the end says what nobody asked for."""
+
+    IGNORED = ("rotary_emb.inv_freq",)  # old files carry it; it follows from the config
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self.tensors, self.left = tensors, set(tensors)
+
+    def optional(self, name: str, shape: tuple[int, ...]) -> Tensor | None:
+        return self(name, shape) if name in self.left else None
+
+    def __call__(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        if name not in self.left:
+            raise CheckpointError(f"tensor {name} is missing from the checkpoint; download the whole model again")
+        tensor = self.tensors[name]
+        self.left.discard(name)
+        if tuple(tensor.shape) != shape:
+            raise CheckpointError(f"tensor {name} has shape {tuple(tensor.shape)}, the config says {shape}")
+        return tensor
+
+    def finish(self) -> None:
+        surplus = sorted(name for name in self.left if not name.endswith(self.IGNORED))
+        if surplus:
+            raise CheckpointError(
+                f"the checkpoint holds {len(surplus)} tensors that this architecture does not have, "
+                f"such as {surplus[0]}; it is a different model than its config says"
+            )
