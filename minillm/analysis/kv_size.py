@@ -1,0 +1,66 @@
+"""How big the KV cache is: bytes a token, bytes a sequence, for every kind of attention layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from ..config import ModelConfig
+from ..errors import RequestError
+from .formats import format_of
+
+
+def kv_heads_per_rank(config: ModelConfig, tensor_parallel: int) -> int:
+    """KV heads one rank stores: max(1, H_kv / ranks), rounded up."""
+    return -(-config.num_key_value_heads // tensor_parallel)
+
+
+def kv_row_bytes(layers: int, kv_heads: int, head_dim: int, kv: Any = "bfloat16") -> float:
+    """The bare formula 2·L·H_kv·D·b: keys and values of one token, for multi-head, grouped and multi-query attention.
+
+    Wrong for MLA and, beyond the window, for sliding layers: `kv_bytes_per_token` and `kv_bytes` know both.
+    """
+    return 2 * layers * kv_heads * head_dim * format_of(kv).bytes_per_element
+
+
+def kv_layer_row_bytes(config: ModelConfig, kv: Any = "bfloat16", tensor_parallel: int = 1) -> float:
+    """Bytes of one token in one layer's cache on one rank. MLA keeps one latent and one rotary key for all heads,
+    which no rank can split."""
+    if config.is_mla:
+        return (config.kv_lora_rank + config.qk_rope_head_dim) * format_of(kv).bytes_per_element
+    return kv_row_bytes(1, kv_heads_per_rank(config, tensor_parallel), config.head_dim, kv)
+
+
+def kv_bytes_per_token(config: ModelConfig, kv: Any = "bfloat16", reserved: bool = False) -> float:
+    """Bytes that one further token adds to the KV cache of a long sequence.
+
+    A sliding layer whose window is full adds nothing. `reserved=True` counts every layer, as an engine does that
+    reserves full length for all of them.
+    """
+    layers = config.num_hidden_layers if reserved else config.layer_types.count("full_attention")
+    return layers * kv_layer_row_bytes(config, kv)
+
+
+def kv_bytes(
+    config: ModelConfig,
+    tokens: int,
+    kv: Any = "bfloat16",
+    reserved: bool = False,
+    tensor_parallel: int = 1,
+    block_size: int = 1,
+) -> float:
+    """Bytes of the KV cache of one sequence of `tokens` tokens on one rank; a sliding layer holds min(tokens, window).
+
+    `block_size` rounds every layer's tokens up to whole blocks. Raises RequestError for a negative count.
+    """
+    if tokens < 0 or block_size < 1:
+        raise RequestError(f"tokens {tokens} must be at least 0 and block_size {block_size} at least 1")
+    rows = sum(-(-held // block_size) * block_size for held in held_tokens(config, tokens, reserved))
+    return rows * kv_layer_row_bytes(config, kv, tensor_parallel)
+
+
+def held_tokens(config: ModelConfig, tokens: int, reserved: bool = False) -> Iterator[int]:
+    """Tokens that each layer's cache holds for a sequence of `tokens`, layer by layer."""
+    for layer in range(config.num_hidden_layers):
+        window = None if reserved else config.window(layer)
+        yield tokens if window is None else min(tokens, window)

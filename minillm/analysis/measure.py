@@ -1,0 +1,214 @@
+"""The two ceilings of the machine at hand, measured with torch alone: memory bandwidth and matrix-product rate.
+
+Traps avoided: buffers larger than any cache; random numbers, since zeros draw less power and run faster than a real
+matrix (894 against 769–798 TFLOP/s on an H200); a warm-up before every timing; a device synchronise around it; the
+median of several runs. The result is cached as JSON and measured again when the processor, the torch version or the
+number of threads is another one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import math
+import os
+import platform
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from .hardware import GIGA, Hardware
+
+METHOD = 1  # raise it when the way of measuring changes, so that old caches are measured again
+_BUFFER = 512 << 20
+_SECONDS_A_CEILING = 0.4
+_RUNS = (3, 9)  # at least, at most
+_MATMUL_SIZES = {"cpu": (1024, 2048), "cuda": (4096, 8192)}
+_MATMUL_DTYPES = {"cpu": ("float32", "bfloat16"), "cuda": ("float32", "float16", "bfloat16")}
+
+
+def this_machine(device: str = "cpu", refresh: bool = False, folder: str | Path | None = None) -> Hardware:
+    """Ceilings of this machine's `device` ("cpu" or "cuda"), from the cache if they still hold, else measured.
+
+    Measuring takes about four seconds. `folder` is where the cache lies (default `minillm.checkpoint.cache_dir()`);
+    if it cannot be written, the result is returned all the same, with a warning.
+    """
+    path = Path(folder or _cache_dir()) / f"ceilings-{device}.json"
+    identity = _identity(device)
+    if not refresh and (known := _read(path, identity)) is not None:
+        return known
+    measured = measure(device)
+    _write(path, measured)
+    return measured
+
+
+def measure(device: str = "cpu", buffer_bytes: int | None = None) -> Hardware:
+    """Measures the ceilings of `device` now. `buffer_bytes` overrides the size of the bandwidth buffer."""
+    buffer_bytes = buffer_bytes or _buffer_bytes(device)
+    read, copy = _bandwidths(device, buffer_bytes)
+    rates = {dtype: rate for dtype in _MATMUL_DTYPES[device] if (rate := _matmul_rate(device, dtype))}
+    record = _identity(device) | {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "buffer_bytes": buffer_bytes,
+        "copy_bandwidth": copy,
+    }
+    return Hardware(record["device"], _memory_bytes(device) / GIGA, read, rates, measured=record)
+
+
+def _cache_dir() -> Path:
+    from ..checkpoint import cache_dir  # deferred: it loads torch and the weight readers
+
+    return cache_dir()
+
+
+def _identity(device: str) -> dict[str, Any]:
+    """What a cached measurement depends on."""
+    import torch
+
+    name = torch.cuda.get_device_name() if device == "cuda" else cpu_name()
+    return {"method": METHOD, "device": name, "torch": torch.__version__, "threads": torch.get_num_threads()}
+
+
+def cpu_name() -> str:
+    """The processor's name and its number of usable cores."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return f"{line.split(':', 1)[1].strip()} ({os.cpu_count()} cores)"
+    return f"{platform.processor() or platform.machine() or 'unknown processor'} ({os.cpu_count()} cores)"
+
+
+def _read(path: Path, identity: dict[str, Any]) -> Hardware | None:
+    """The cached ceilings, or None if there are none, they are damaged, or they belong to another set-up."""
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+        cached = Hardware(**{**raw, "unchecked": tuple(raw["unchecked"])})
+        numbers = [cached.memory_gb, cached.bandwidth, cached.measured["copy_bandwidth"], *cached.peak_flops.values()]
+        datetime.datetime.fromisoformat(cached.measured["date"])
+        sound = bool(cached.peak_flops) and all(math.isfinite(number) and number > 0 for number in numbers)
+        same = all(cached.measured.get(key) == value for key, value in identity.items())
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return None
+    return cached if sound and same else None
+
+
+def _write(path: Path, measured: Hardware) -> None:
+    """Writes beside the target and renames, so that a reader sees the old file or the new one, never half of one."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
+    except OSError as error:
+        _warn_unwritable(path, error)
+        return
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            json.dump(asdict(measured), file, indent=1)
+        os.replace(temporary, path)
+    except OSError as error:
+        _warn_unwritable(path, error)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+
+
+def _warn_unwritable(path: Path, error: OSError) -> None:
+    warnings.warn(
+        f"{path.parent} cannot be written ({error.strerror or error}); the ceilings of this machine will be "
+        "measured again next time. Set MINILLM_CACHE to a folder that can.",
+        stacklevel=4,
+    )
+
+
+def _memory_bytes(device: str) -> int:
+    if device == "cuda":
+        import torch
+
+        return torch.cuda.get_device_properties(0).total_memory
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):  # Windows has no sysconf
+        return 8 * GIGA
+
+
+def _available_bytes(device: str) -> int:
+    """Memory that can be had without pushing anything out."""
+    if device == "cuda":
+        import torch
+
+        return torch.cuda.mem_get_info()[0]
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("MemAvailable"):
+                return int(line.split()[1]) * 1024
+    return _memory_bytes(device) // 4
+
+
+def _buffer_bytes(device: str) -> int:
+    """512 MiB (2 GiB on a GPU), or an eighth of the free memory where there is less."""
+    wanted = _BUFFER * (4 if device == "cuda" else 1)
+    smallest = 16 << 20
+    return max(smallest, min(wanted, _available_bytes(device) // 8) // smallest * smallest)
+
+
+def _bandwidths(device: str, buffer_bytes: int) -> tuple[float, float]:
+    """(read, copy) bytes/s. A copy counts the bytes it reads and those it writes.
+
+    Reading is a matrix–vector product or a dot product, whichever is faster: the first is what decode does.
+    """
+    import torch
+
+    row = 4096
+    columns = torch.randn(row, device=device)
+    # random rows, repeated: drawing every number anew would take longer than the measurement
+    matrix = torch.randn(1024, row, device=device).repeat(max(1, buffer_bytes // (1024 * row * 4)), 1)
+    flat = matrix.view(-1)
+    size = flat.numel() * 4
+    products = (lambda: torch.mv(matrix, columns), lambda: torch.dot(flat, flat))
+    read = max(size / _median_seconds(product, device) for product in products)
+    half = flat.numel() // 2
+    return read, size / _median_seconds(lambda: flat[:half].copy_(flat[half : 2 * half]), device)
+
+
+def _matmul_rate(device: str, dtype: str) -> float | None:
+    """FLOP/s of a square matrix product, the best of two sizes; None if torch cannot do it in `dtype` here."""
+    import torch
+
+    rates = []
+    for size in _MATMUL_SIZES[device]:
+        try:
+            left = torch.randn(size, size, device=device).to(getattr(torch, dtype))
+            right = torch.randn(size, size, device=device).to(getattr(torch, dtype))
+            seconds = _median_seconds(lambda left=left, right=right: left @ right, device)
+        except RuntimeError:
+            continue
+        rates.append(2 * size**3 / seconds)
+    return max(rates, default=None)
+
+
+def _median_seconds(work: Callable[[], object], device: str) -> float:
+    """Median time of one call: after a warm-up, until the time is used up, but never fewer than three runs."""
+    synchronise = _synchronise(device)
+    work()
+    synchronise()
+    seconds: list[float] = []
+    least, most = _RUNS
+    while len(seconds) < least or (len(seconds) < most and sum(seconds) < _SECONDS_A_CEILING):
+        start = time.perf_counter()
+        work()
+        synchronise()
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)
+
+
+def _synchronise(device: str) -> Callable[[], None]:
+    if device != "cuda":
+        return lambda: None
+    import torch
+
+    return torch.cuda.synchronize
