@@ -100,6 +100,8 @@ def rotary_frequencies(config: ModelConfig, dim: int) -> tuple[Tensor, float]:
     try:
         if kind == "linear":
             return base / scaling["factor"], 1.0
+        if kind == "divisors":  # one for each pair, as GGUF files carry Llama 3.1's scaling
+            return base / torch.tensor(scaling["divisors"]), 1.0
         if kind == "llama3":
             return _llama3_frequencies(base, scaling), 1.0
         if kind == "yarn":

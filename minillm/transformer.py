@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from .attention import Attention
 from .config import DENSE, ModelConfig
 from .errors import CheckpointError, ConfigError
-from .layers import Linear, RMSNorm, Rotary, SwiGLU, region
+from .layers import RMSNorm, Rotary, SwiGLU, region
+from .packing import Weight, as_float, linear_maker
 
 
 class Block(nn.Module):
@@ -48,6 +49,7 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList(blocks)
         self.final_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = head
+        self.layout = "float32"  # how its matrices are stored, in words: see packing.py
 
     def forward(self, tokens: Tensor, positions: Tensor, cache) -> Tensor:
         """tokens (T,) ids, positions (T,) of each within its sequence -> hidden (T, d), before the final norm."""
@@ -89,16 +91,18 @@ class Transformer(nn.Module):
         return sum(layer.weight_bytes for layer in self.linears()) + norms + row
 
 
-def from_tensors(config: ModelConfig, tensors: Mapping[str, Tensor], make_linear=Linear) -> Transformer:
+def from_tensors(config: ModelConfig, tensors: Mapping[str, Weight], make_linear=None) -> Transformer:
     """Builds the model from Hugging Face's tensor names, taking each tensor once.
 
-    `make_linear(weight, bias)` decides how a matrix is stored. Raises CheckpointError for a missing, surplus or
+    `make_linear(parts, bias)` decides how a matrix, given as parts to stack by rows, is stored; by default as it is,
+    in float32. Raises CheckpointError for a missing, surplus or
     misshapen tensor, ConfigError for an architecture that minillm sizes but does not run.
     """
     if config.model_type not in DENSE:
         raise ConfigError(
             f"model_type {config.model_type!r} can be sized but not run yet; minillm runs {', '.join(sorted(DENSE))}"
         )
+    make_linear = make_linear or linear_maker("float32", int4_codes=False)[0]
     taken = _Taken(tensors)
     embedding = taken("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
     blocks = [_block(config, i, taken, make_linear) for i in range(config.num_hidden_layers)]
@@ -107,7 +111,7 @@ def from_tensors(config: ModelConfig, tensors: Mapping[str, Tensor], make_linear
         if not config.tie_word_embeddings:
             raise CheckpointError("tensor lm_head.weight is missing and the config does not tie it; get the whole file")
         head = embedding  # a copy in the file is ignored: tied means tied
-    model = Transformer(config, embedding, blocks, make_linear(head, None))
+    model = Transformer(config, as_float(embedding), blocks, make_linear([head], None))
     model.final_norm.weight = nn.Parameter(taken("model.norm.weight", (config.hidden_size,)), requires_grad=False)
     taken.finish()
     return model.eval()
@@ -121,7 +125,7 @@ def _block(config: ModelConfig, layer: int, taken: _Taken, make_linear) -> Block
         """One matrix of several that share their input, stacked by rows."""
         weights = [taken(f"{prefix}{name}.weight", (rows, columns)) for name, rows in names.items()]
         biases = [taken(f"{prefix}{name}.bias", (rows,)) for name, rows in names.items()] if bias else []
-        return make_linear(_stack(weights), _stack(biases) if bias else None)
+        return make_linear(weights, torch.cat(biases) if bias else None)
 
     attention = Attention(
         c,
@@ -142,22 +146,18 @@ def _block(config: ModelConfig, layer: int, taken: _Taken, make_linear) -> Block
     return block
 
 
-def _stack(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
 class _Taken:
     """Hands out tensors by name, checks their shapes, and at the end says what nobody asked for."""
 
     IGNORED = ("rotary_emb.inv_freq",)  # old files carry it; it follows from the config
 
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+    def __init__(self, tensors: Mapping[str, Weight]) -> None:
         self.tensors, self.left = tensors, set(tensors)
 
-    def optional(self, name: str, shape: tuple[int, ...]) -> Tensor | None:
+    def optional(self, name: str, shape: tuple[int, ...]) -> Weight | None:
         return self(name, shape) if name in self.left else None
 
-    def __call__(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def __call__(self, name: str, shape: tuple[int, ...]) -> Weight:
         if name not in self.left:
             raise CheckpointError(f"tensor {name} is missing from the checkpoint; download the whole model again")
         tensor = self.tensors[name]

