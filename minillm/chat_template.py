@@ -15,7 +15,7 @@ from typing import Any
 
 import jinja2
 from jinja2.ext import Extension, loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 
 from .errors import TokenizerError
 
@@ -74,11 +74,12 @@ def guard(value: Any, special: Iterable[str]) -> tuple[Any, dict[int, str]]:
     has its first character replaced by a Unicode noncharacter that occurs nowhere in `value`; the caller renders,
     finds the special tokens of the template, and translates the rest back.
     """
-    written = json.dumps(value, ensure_ascii=False, default=str)
-    free = [chr(code) for code in range(0xFDD0, 0xFDF0) if chr(code) not in written]
-    firsts = sorted({token[0] for token in special if token in written or token[0] in '"\\'})
+    used: set[str] = set()
+    _map_text(value, lambda text: used.update(text) or text)
+    free = [chr(code) for code in range(0xFDD0, 0xFDF0) if chr(code) not in used]
+    firsts = sorted({token[0] for token in special})
     if len(firsts) > len(free):
-        raise TokenizerError("messages spell too many special tokens or noncharacters U+FDD0 to U+FDEF; remove them")
+        raise TokenizerError("messages hold too many of the noncharacters U+FDD0 to U+FDEF; remove them")
     marks = dict(zip(firsts, free, strict=False))
 
     def hide(text: str) -> str:
@@ -98,11 +99,16 @@ def _map_text(value: Any, change: Callable[[str], str]) -> Any:
     return [_map_text(item, change) for item in value] if isinstance(value, list | tuple) else value
 
 
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """Jinja's own prints nothing for a forbidden attribute and fails one step later; this one says so at once."""
+
+    def unsafe_undefined(self, obj: Any, attribute: str) -> jinja2.Undefined:
+        raise SecurityError(f"a template may not read {attribute!r} of {type(obj).__name__}")
+
+
 @lru_cache(maxsize=16)
 def _compile(template: str) -> jinja2.Template:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
-    )
+    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation])
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)

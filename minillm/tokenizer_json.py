@@ -164,8 +164,10 @@ def _stage(step: Any) -> list[str]:
         return [GPT2_PATTERN] if step.get("use_regex", True) else []
     if kind == "Digits":
         return [r"\p{N}" if step.get("individual_digits") else r"\p{N}+"]
-    if kind == "Split" and step.get("behavior") == "Isolated" and not step.get("invert"):
-        source = step.get("pattern")
+    if kind == "Split":
+        how, source = {name: step.get(name) for name in ("behavior", "invert")}, step.get("pattern")
+        if how["behavior"] != "Isolated" or how["invert"]:
+            raise _unsupported("pre-tokenizer Split with", how)
         if isinstance(source, dict) and isinstance(source.get("Regex"), str):
             return [_compiles(source["Regex"])]
     raise _unsupported("pre-tokenizer", step)
