@@ -1,14 +1,14 @@
 """What a step costs and how fast it could be: FLOPs, bytes, roofline, memory budget, profile.
 
-`costs` counts, `hardware` and `measure` know the ceilings, `roofline` joins the two, `memory` says what fits,
+`costs` counts, `hardware` and `ceilings` know the two roofs, `roofline` joins the two, `memory` says what fits,
 `models` names real configs, `profile` compares with the clock. Importing this package does not load torch.
 """
 
+from .ceilings import measure, this_machine
 from .costs import OPERATORS, OpCost, Precision, Step, distinct_experts, step_costs, total, visible_pairs
 from .formats import Format, bytes_per_element, format_of
 from .hardware import HARDWARE, Hardware, find_hardware
 from .kv_size import kv_bytes, kv_bytes_per_token, kv_row_bytes
-from .measure import measure, this_machine
 from .memory import MemoryBudget, MemoryPlan, budget
 from .models import MODELS, ModelEntry, find_model, model_config
 from .parameters import ParameterCount, parameter_count, weight_bytes, weight_table

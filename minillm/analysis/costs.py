@@ -44,11 +44,11 @@ def step_costs(
     precision = precision or Precision()
     weights = Weights.of(config, precision)
     ops = [_embed(config, step, precision)]
-    ops.append(_norm(config, "attn_norm", config.num_hidden_layers - 1, step, precision, weights))
+    ops.append(_norm(config, "attn_norm", step, precision, weights))
     ops += attention_costs(config, step, precision, weights, absorbed)
-    ops.append(_norm(config, "ffn_norm", config.num_hidden_layers, step, precision, weights))
+    ops.append(_norm(config, "ffn_norm", step, precision, weights))
     ops += _ffn(config, step, precision, weights)
-    ops.append(_norm(config, "final_norm", 1, step, precision, weights))
+    ops.append(_norm(config, "final_norm", step, precision, weights))
     ops.append(_head(config, step, precision, weights))
     return sorted(ops, key=lambda op: OPERATORS.index(op.name))
 
@@ -62,14 +62,18 @@ def _embed(config: ModelConfig, step: Step, precision: Precision) -> OpCost:
     return OpCost("embed", 1, 0, step.tokens * row, step.tokens * config.hidden_size * precision.activation_bytes)
 
 
-def _norm(config: ModelConfig, name: str, additions: int, step: Step, precision: Precision, weights: Weights) -> OpCost:
-    """RMSNorms of one kind, `additions` of which also add the residual: read two, write the sum and the norm."""
-    elements = step.tokens * config.hidden_size
-    norms = 1 if name == "final_norm" else norms_per_block(config) // 2 * config.num_hidden_layers
-    flops = elements * (NORM_FLOPS * norms + additions)
-    return OpCost(
-        name, norms, flops, weights.bytes[name], 2 * (norms + additions) * elements * precision.activation_bytes
-    )
+def _norm(config: ModelConfig, name: str, step: Step, precision: Precision, weights: Weights) -> OpCost:
+    """RMSNorms of one kind and the residual additions before them: read two, write their sum. The first block has
+    nothing to add yet; the final norm needs only the rows that go on to the head."""
+    d, layers = config.hidden_size, config.num_hidden_layers
+    count = norms_per_block(config) // 2 * layers
+    normed, added = count * step.tokens, layers * step.tokens
+    if name == "attn_norm":
+        added -= step.tokens
+    if name == "final_norm":
+        count, normed, added = 1, step.rows, step.tokens
+    moved = 2 * (normed + added) * d * precision.activation_bytes
+    return OpCost(name, count, d * (NORM_FLOPS * normed + added), weights.bytes[name], moved)
 
 
 def _ffn(config: ModelConfig, step: Step, precision: Precision, weights: Weights) -> list[OpCost]:

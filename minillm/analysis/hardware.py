@@ -1,7 +1,7 @@
 """What a device can do: datasheet figures of accelerators, and the ceilings of the machine at hand.
 
 Datasheet figures are dense (no sparsity), SXM parts where there is a choice. Rows marked `checked=False` are from
-memory: say so where they are printed. Measured ceilings come from `measure.py`, cached with the date.
+memory: say so where they are printed. Measured ceilings come from `ceilings.py`, cached with the date.
 """
 
 from __future__ import annotations

@@ -154,7 +154,7 @@ def budget(
         **plan.parts(),
         kv_per_sequence=plan.kv_per_sequence,
         gpu_bytes=plan.gpu.memory_bytes,
-        max_sequences=_largest(lambda count: count == 0 or replace(plan, sequences=count).fits),
+        max_sequences=_largest(lambda count: replace(plan, sequences=count).fits),
         gpus_needed=_gpus_needed(plan),
     )
 

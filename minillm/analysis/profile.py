@@ -7,15 +7,14 @@ part of the wall time no region covers is a row of its own, "overhead": Python, 
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..errors import RequestError
+from ..storage import write_atomically
 from .costs import OPERATORS, OpCost
 from .hardware import Hardware
 from .roofline import Prediction, predict_op
@@ -176,7 +175,7 @@ def _merged(costs: Iterable[OpCost], measured: set[str]) -> list[OpCost]:
     """The cache writes inside `attend`, so where the model has no region of that name its cost is attention's."""
     ops = {op.name: op for op in costs}
     if "kv_write" in ops and "kv_write" not in measured and "attention" in ops:
-        ops["attention"] = replace(ops["attention"] + ops.pop("kv_write"))
+        ops["attention"] += ops.pop("kv_write")
     return list(ops.values())
 
 
@@ -190,9 +189,7 @@ def _format(table: ProfileTable) -> str:
             f"{row.operator:<15}{row.calls:>6}{row.seconds * 1e3:>10.3f}{share:>8}{predicted:>13}"
             f"{row.bound or '-':>9}{reached:>9}"
         )
-    lines.append(
-        f"{'step':<15}{'':>6}{table.seconds * 1e3:>10.3f}   ({table.unprofiled_seconds * 1e3:.3f} ms without the profiler)"
-    )
+    lines.append(f"{'step':<21}{table.seconds * 1e3:>10.3f}   ({table.unprofiled_seconds * 1e3:.3f} unprofiled)")
     return "\n".join(lines)
 
 
@@ -213,16 +210,10 @@ def _trace_events(table: ProfileTable) -> list[dict[str, Any]]:
 
 
 def _write_json(path: Path, value: Any) -> Path:
-    """Writes beside the target and renames; nothing half-written is left behind. Raises RequestError."""
+    """Raises RequestError if the place cannot be written; nothing half-written is left behind."""
+    text = json.dumps(value)
     try:
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
+        write_atomically(path, lambda file: file.write(text.encode()))
     except OSError as error:
-        raise RequestError(f"{path} cannot be written ({error.strerror}); choose another folder") from None
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(value, file)
-        os.replace(temporary, path)
-    except OSError as error:
-        os.unlink(temporary)
         raise RequestError(f"{path} cannot be written ({error.strerror}); choose another place") from None
     return path

@@ -10,19 +10,18 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import json
 import math
 import os
 import platform
 import statistics
-import tempfile
 import time
-import warnings
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from ..errors import RequestError
+from ..storage import remembered
 from .hardware import GIGA, Hardware
 
 METHOD = 1  # raise it when the way of measuring changes, so that old caches are measured again
@@ -33,19 +32,17 @@ _MATMUL_SIZES = {"cpu": (1024, 2048), "cuda": (4096, 8192)}
 _MATMUL_DTYPES = {"cpu": ("float32", "bfloat16"), "cuda": ("float32", "float16", "bfloat16")}
 
 
-def this_machine(device: str = "cpu", refresh: bool = False, folder: str | Path | None = None) -> Hardware:
+def this_machine(device: str = "cpu", refresh: bool = False) -> Hardware:
     """Ceilings of this machine's `device` ("cpu" or "cuda"), from the cache if they still hold, else measured.
 
-    Measuring takes about four seconds. `folder` is where the cache lies (default `minillm.checkpoint.cache_dir()`);
-    if it cannot be written, the result is returned all the same, with a warning.
+    Measuring takes a few seconds. A cache folder that cannot be written costs a warning, not the result.
     """
-    path = Path(folder or _cache_dir()) / f"ceilings-{device}.json"
-    identity = _identity(device)
-    if not refresh and (known := _read(path, identity)) is not None:
-        return known
-    measured = measure(device)
-    _write(path, measured)
-    return measured
+    key = _identity(device)
+    for fresh in (refresh, True):  # a cache that cannot be believed is measured again
+        value = remembered(f"ceilings-{device}.json", key, lambda: asdict(measure(device)), fresh)
+        if (known := _believed(value)) is not None:
+            return known
+    raise RequestError(f"the ceilings measured on {key['device']} make no sense: {value}; measure on an idle machine")
 
 
 def measure(device: str = "cpu", buffer_bytes: int | None = None) -> Hardware:
@@ -59,12 +56,6 @@ def measure(device: str = "cpu", buffer_bytes: int | None = None) -> Hardware:
         "copy_bandwidth": copy,
     }
     return Hardware(record["device"], _memory_bytes(device) / GIGA, read, rates, measured=record)
-
-
-def _cache_dir() -> Path:
-    from ..checkpoint import cache_dir  # deferred: it loads torch and the weight readers
-
-    return cache_dir()
 
 
 def _identity(device: str) -> dict[str, Any]:
@@ -84,45 +75,16 @@ def cpu_name() -> str:
     return f"{platform.processor() or platform.machine() or 'unknown processor'} ({os.cpu_count()} cores)"
 
 
-def _read(path: Path, identity: dict[str, Any]) -> Hardware | None:
-    """The cached ceilings, or None if there are none, they are damaged, or they belong to another set-up."""
+def _believed(value: dict[str, Any]) -> Hardware | None:
+    """The ceilings that a cache holds, or None if it is damaged."""
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-        cached = Hardware(**{**raw, "unchecked": tuple(raw["unchecked"])})
-        numbers = [cached.memory_gb, cached.bandwidth, cached.measured["copy_bandwidth"], *cached.peak_flops.values()]
-        datetime.datetime.fromisoformat(cached.measured["date"])
-        sound = bool(cached.peak_flops) and all(math.isfinite(number) and number > 0 for number in numbers)
-        same = all(cached.measured.get(key) == value for key, value in identity.items())
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        known = Hardware(**{**value, "unchecked": tuple(value["unchecked"])})
+        numbers = [known.memory_gb, known.bandwidth, known.measured["copy_bandwidth"], *known.peak_flops.values()]
+        datetime.datetime.fromisoformat(known.measured["date"])
+        sound = bool(known.peak_flops) and all(math.isfinite(number) and number > 0 for number in numbers)
+    except (ValueError, TypeError, KeyError, AttributeError):
         return None
-    return cached if sound and same else None
-
-
-def _write(path: Path, measured: Hardware) -> None:
-    """Writes beside the target and renames, so that a reader sees the old file or the new one, never half of one."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
-    except OSError as error:
-        _warn_unwritable(path, error)
-        return
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(asdict(measured), file, indent=1)
-        os.replace(temporary, path)
-    except OSError as error:
-        _warn_unwritable(path, error)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
-
-
-def _warn_unwritable(path: Path, error: OSError) -> None:
-    warnings.warn(
-        f"{path.parent} cannot be written ({error.strerror or error}); the ceilings of this machine will be "
-        "measured again next time. Set MINILLM_CACHE to a folder that can.",
-        stacklevel=4,
-    )
+    return known if sound else None
 
 
 def _memory_bytes(device: str) -> int:
