@@ -1,15 +1,15 @@
 """A GGUF file as a config, a vocabulary, and tensors under Hugging Face's names.
 
-The `gguf` package parses the file and expands its block formats; this file checks what it found and translates.
+The `gguf` package expands the block formats; this file translates names, rows and metadata.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 import torch
 from gguf.quants import dequantize
@@ -17,9 +17,11 @@ from torch import Tensor
 
 from .config import ModelConfig
 from .errors import CheckpointError, ConfigError
+from .gguf_header import GGUFTensor, read_gguf
 from .packing import GROUP, GroupedInt4, Weight
 
 READABLE = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
+_PLAIN = {"F32": np.float32, "F16": np.float16}  # the rest go to the package as bytes
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -61,7 +63,7 @@ class GGUFFile(Mapping):
 
     def __getitem__(self, name: str) -> Weight:
         tensor = self._tensors[name]
-        kind = tensor.tensor_type.name
+        kind = tensor.kind.name
         int4 = self.keep_int4 and kind in ("Q4_0", "Q4_1") and name != "model.embed_tokens.weight"
         weight = _codes(tensor) if int4 else _expand(tensor)
         heads = self._permuted_heads(name)
@@ -83,17 +85,18 @@ def _unpermute(rows: Tensor, heads: int) -> Tensor:
     return rows.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
 
 
-def _expand(tensor) -> Tensor:
-    """float32 (rows, columns). GGUF lists dimensions innermost first; the reader's data is already the other way."""
-    values = dequantize(tensor.data, tensor.tensor_type)
-    values = values.reshape(tuple(int(n) for n in reversed(tensor.shape)))
-    return torch.from_numpy(np.array(values, dtype=np.float32, copy=not values.flags.writeable))
+def _expand(tensor: GGUFTensor) -> Tensor:
+    """float32 in the tensor's shape."""
+    columns = tensor.shape[-1]
+    rows = tensor.data.reshape(-1, tensor.data.size * columns // math.prod(tensor.shape))  # bytes of one row each
+    values = dequantize(rows if tensor.kind.name not in _PLAIN else rows.view(_PLAIN[tensor.kind.name]), tensor.kind)
+    return torch.from_numpy(np.array(values, dtype=np.float32, copy=not values.flags.writeable)).view(tensor.shape)
 
 
-def _codes(tensor) -> GroupedInt4:
+def _codes(tensor: GGUFTensor) -> GroupedInt4:
     """Q4_0: w = d · (code - 8). Q4_1: w = d · code + m. 32 codes in 16 bytes, low halves first."""
-    columns, rows = (int(n) for n in tensor.shape)
-    head = 2 if tensor.tensor_type.name == "Q4_0" else 4  # bytes of float16 before the codes
+    rows, columns = tensor.shape
+    head = 2 if tensor.kind.name == "Q4_0" else 4  # bytes of float16 before the codes
     blocks = torch.from_numpy(np.array(tensor.data)).view(rows, columns // GROUP, head + GROUP // 2)
     scales = blocks[..., :head].contiguous().view(torch.float16).to(torch.float32)  # (rows, groups, 1 or 2)
     packed = blocks[..., head:]
@@ -102,19 +105,12 @@ def _codes(tensor) -> GroupedInt4:
     return GroupedInt4(codes, scale, -8 * scale if head == 2 else scales[..., 1].contiguous())
 
 
-def _read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    if not path.is_file():
-        raise CheckpointError(f"{path}: no such file; check the path, or leave it out to use the default model")
-    try:
-        reader = gguf.GGUFReader(path)
-        fields = {name: field.contents() for name, field in reader.fields.items()}
-    except Exception as error:  # the reader meets a damaged file with whatever numpy raises first
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise CheckpointError(f"{path}: not a whole GGUF file ({reason}); download it again") from None
-    unknown = sorted({t.tensor_type.name for t in reader.tensors} - set(READABLE))
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
+    fields, tensors = read_gguf(path)
+    unknown = sorted({t.kind.name for t in tensors.values()} - set(READABLE))
     if unknown:
         raise CheckpointError(f"{path}: tensor type {unknown[0]} is not supported; minillm reads {', '.join(READABLE)}")
-    return fields, {_hugging_face_name(t.name): t for t in reader.tensors}
+    return fields, {_hugging_face_name(name): tensor for name, tensor in tensors.items()}
 
 
 def _hugging_face_name(name: str) -> str:
@@ -138,7 +134,7 @@ def _config(fields: dict[str, Any], tensors: dict[str, Any]) -> ModelConfig:
     heads, hidden = get("attention.head_count"), get("embedding_length")
     raw = {
         "model_type": arch,
-        "vocab_size": int(tensors["model.embed_tokens.weight"].shape[1]),
+        "vocab_size": int(tensors["model.embed_tokens.weight"].shape[0]),
         "hidden_size": hidden,
         "intermediate_size": get("feed_forward_length"),
         "num_hidden_layers": get("block_count"),
