@@ -1,0 +1,164 @@
+"""Prefill and decode for one sequence, one token at a time: what every later engine must agree with."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from .errors import RequestError
+from .kv_cache import ContiguousCache
+from .sampling import SampledToken, SamplingParams, SamplingState, sample
+from .stopping import StopChecker
+from .tokenizer import StreamDecoder, Tokenizer
+from .transformer import Transformer
+
+GREEDY = SamplingParams(temperature=0, max_tokens=64)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What one step gave: a token, the text that is now certain (it may be empty), and at the end the reason."""
+
+    text: str
+    token: SampledToken
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+
+@dataclass
+class Completion:
+    """A finished sequence. `token_ids` holds every token drawn, a stop or end token too; `text` leaves it out.
+
+    Times are seconds since the request began, one for each token, so that every latency follows from them.
+    """
+
+    prompt_token_ids: list[int]
+    text: str = ""
+    tokens: list[SampledToken] = field(default_factory=list)
+    token_times: list[float] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [token.id for token in self.tokens]
+
+    @property
+    def ttft_s(self) -> float:
+        """Time to first token: everything from the request to the first token drawn, tokenizing included."""
+        return self.token_times[0]
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Time per output token after the first: (last - first) / (n - 1); None for a single token."""
+        n = len(self.token_times)
+        return (self.token_times[-1] - self.token_times[0]) / (n - 1) if n > 1 else None
+
+
+def encode_prompt(model: Transformer, tokenizer: Tokenizer, prompt: str | Sequence[int]) -> list[int]:
+    """Token ids of a text, or the ids given, checked. Raises RequestError for what the model cannot take."""
+    ids = tokenizer.encode(prompt, add_special=True) if isinstance(prompt, str) else list(prompt)
+    if not ids:
+        raise RequestError("the prompt is empty; give at least one token for the model to continue")
+    limit = min(model.config.vocab_size, tokenizer.vocab_size)
+    if bad := [i for i in ids if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < limit]:
+        raise RequestError(f"prompt token {bad[0]!r} is not an id of this vocabulary, 0 to {limit - 1}")
+    if len(ids) >= model.config.max_position_embeddings:
+        raise RequestError(
+            f"the prompt has {len(ids)} tokens and the model's context is {model.config.max_position_embeddings}, "
+            "which must hold at least one token of answer too; shorten the prompt"
+        )
+    return ids
+
+
+@torch.inference_mode()
+def next_logits(model: Transformer, ids: Sequence[int], cache, chunk: int | None = None) -> torch.Tensor:
+    """Logits (V,) of the token after `ids`, computing only what `cache` does not hold yet.
+
+    With an empty cache that is prefill, with all but the last token cached it is a decode step, and a cache that
+    never holds anything computes the whole sequence every time. `chunk` bounds the tokens of one forward pass.
+    """
+    while True:
+        start = cache.length
+        end = len(ids) if chunk is None else min(len(ids), start + chunk)
+        tokens = torch.tensor(ids[start:end], device=model.device)
+        hidden = model(tokens, torch.arange(start, end, device=model.device), cache)
+        if end == len(ids):
+            return model.logits(hidden[-1:])[0]
+
+
+def stream(
+    model: Transformer,
+    tokenizer: Tokenizer,
+    prompt: str | Sequence[int],
+    params: SamplingParams = GREEDY,
+    cache=None,
+    chunk: int | None = None,
+    sequence: int = 0,
+) -> Iterator[Chunk]:
+    """Yields a Chunk for each token as it is drawn; the joined texts are the answer.
+
+    prompt is text (special tokens in it are plain text) or token ids. `cache` may already hold a proper prefix of the
+    prompt; by default one of the right size is made. `sequence` tells apart the n answers of one request.
+    Raises RequestError before the first step for a prompt or parameters that cannot be served.
+    """
+    ids = encode_prompt(model, tokenizer, prompt)
+    params = params.seeded()
+    params.validate(model.config.vocab_size)
+    if cache is None:
+        room = model.config.max_position_embeddings
+        wanted = room if params.max_tokens is None else len(ids) + params.max_tokens
+        cache = ContiguousCache(model.config, min(room, wanted), model.dtype, model.device)
+    if cache.length >= len(ids):
+        raise RequestError(f"the cache holds {cache.length} tokens, the prompt has {len(ids)}; reset the cache")
+    return _steps(model, tokenizer, ids, params, cache, chunk, sequence)
+
+
+def _steps(model, tokenizer, ids: list[int], params: SamplingParams, cache, chunk, sequence: int) -> Iterator[Chunk]:
+    prompt_length, ids = len(ids), list(ids)
+    decoder = StreamDecoder(tokenizer, skip_special=True)
+    checker = StopChecker(params, tokenizer.eos_ids, model.config.max_position_embeddings, prompt_length)
+    vocab_size = min(model.config.vocab_size, tokenizer.vocab_size)
+    while True:
+        logits = next_logits(model, ids, cache, chunk)
+        state = SamplingState(ids[:prompt_length], ids[prompt_length:], sequence)
+        (token,) = sample(logits[None], [params], [state], vocab_size, tokenizer.eos_ids)
+        ids.append(token.id)
+        silent = checker.stops_at(token.id) and not params.include_stop_str_in_output
+        emission = checker.push(token.id, "" if silent else decoder.push(token.id))
+        if emission.finish_reason is None:
+            yield Chunk(emission.text, token)
+            continue
+        rest = checker.flush(decoder.flush())
+        yield Chunk(emission.text + rest.text, token, rest.finish_reason, rest.stop_reason)
+        return
+
+
+def generate(
+    model: Transformer,
+    tokenizer: Tokenizer,
+    prompt: str | Sequence[int],
+    params: SamplingParams = GREEDY,
+    cache=None,
+    chunk: int | None = None,
+    sequence: int = 0,
+) -> Completion:
+    """The whole answer with its timings; arguments as in `stream`."""
+    started = time.perf_counter()
+    prompt = encode_prompt(model, tokenizer, prompt)
+    done = Completion(prompt)
+    for step in stream(model, tokenizer, prompt, params, cache, chunk, sequence):
+        done.token_times.append(time.perf_counter() - started)
+        done.tokens.append(step.token)
+        done.text += step.text
+    done.finish_reason, done.stop_reason = step.finish_reason, step.stop_reason
+    return done
+
+
+def generate_n(model: Transformer, tokenizer: Tokenizer, prompt, params: SamplingParams) -> list[Completion]:
+    """The params.n answers of one request, one after another, each from its own stream of the one seed."""
+    params = params.seeded()
+    return [generate(model, tokenizer, prompt, replace(params, n=1), sequence=i) for i in range(params.n)]

@@ -1,0 +1,32 @@
+"""Shared by all tests: the default model, tiny random models written by transformers, and a quiet machine."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing in the tests may need a network
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+import torch
+
+from minillm import checkpoint
+from minillm.gguf_file import GGUFFile
+
+torch.set_num_threads(min(2, os.cpu_count() or 1))
+
+
+@pytest.fixture(scope="session")
+def smollm2_path():
+    return checkpoint.default_model_path(progress=False)
+
+
+@pytest.fixture(scope="session")
+def smollm2_gguf_fields(smollm2_path):
+    return GGUFFile(smollm2_path).fields
+
+
+@pytest.fixture(scope="session")
+def smollm2(smollm2_path):
+    """(model, tokenizer) in float32, the exact path."""
+    return checkpoint.load(smollm2_path, "float32")
