@@ -8,20 +8,23 @@ from typing import NamedTuple
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from .chips import drawable, visible
-from .style import BLUE, GREY, INK, ORANGE, PAPER, RED, colour_of, figure, tint
+from .style import BLUE, GREY, ORANGE, PAPER, RED, colour_of, figure, tint
 from .units import number, scale
 
 
-def bars(values: Mapping[str, float], xlabel: str, title: str, groups: Mapping[str, str] | None = None) -> Figure:
+def bars(
+    values: Mapping[str, float], xlabel: str, title: str, groups: Mapping[str, str] | None = None, ylabel: str = ""
+) -> Figure:
     """Horizontal bars in the given order, each with its number. `groups` (name -> group) colours them."""
     kinds = list(dict.fromkeys((groups or {}).values()))
     colours = [colour_of(kinds.index(groups[name])) if groups else BLUE for name in values]
     with figure(height=1.3 + 0.36 * len(values)) as (fig, ax):
         drawn = ax.barh(list(values), list(values.values()), color=colours, height=0.7)
         ax.bar_label(drawn, [number(value) for value in values.values()], padding=4, size=10)
-        ax.set(xlabel=xlabel, title=title)
+        ax.set(xlabel=xlabel, ylabel=ylabel, title=title)
         ax.invert_yaxis()
         ax.margins(x=0.1)
         ax.grid(False, axis="y")
@@ -52,18 +55,31 @@ def stacked_bars(
             ax.text(total + 0.012 * room, i, number(float(f"{total:.4g}")), va="center", size=10)
         for label, value in (limits or {}).items():
             ax.axvline(value / divisor, color=RED, linestyle="--", linewidth=1.6)
-            ax.text(value / divisor, -0.62, label, color=INK, ha="right", va="bottom", size=9.5)
+            ax.annotate(
+                label,
+                (value / divisor, len(parts) - 0.25),
+                (-5, 0),
+                textcoords="offset points",
+                ha="right",
+                va="center",
+                size=9.5,
+            )
         ax.set(xlabel=unit, title=title, xlim=(0, 1.12 * room))
-        ax.invert_yaxis()
+        ax.set_ylim(len(parts) - (0.0 if limits else 0.5), -0.5)
         ax.grid(False, axis="y")
-        ax.set_ylabel("")
-        fig.legend(loc="outside lower center", ncols=min(len(names), 5))
+        _legend_below(fig, names)
     return fig
 
 
 def _part_colour(index: int):
     """The palette, then the palette lighter: more parts than colours still differ."""
     return colour_of(index) if index < 7 else tint(colour_of(index), 0.5)
+
+
+def _legend_below(fig: Figure, names: Sequence[str]) -> None:
+    """One row where it fits, rows of four otherwise."""
+    fits = sum(map(len, names)) + 6 * len(names) < 105
+    fig.legend(loc="outside lower center", ncols=len(names) if fits else 4)
 
 
 class Series(NamedTuple):
@@ -91,7 +107,7 @@ def lines(
                 one.y,
                 color=colour,
                 linestyle="-" if measured else "--",
-                marker="o",
+                marker="o" if len(one.x) <= 25 else "",
                 markerfacecolor=colour if measured else PAPER,
                 label=one.name if len({s.kind for s in series}) == 1 else f"{one.name}, {one.kind}",
             )
@@ -101,6 +117,9 @@ def lines(
             ax.xaxis.set_major_formatter(lambda value, _: number(value))
         if "y" in log:
             ax.set_yscale("log")
+            ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            ax.yaxis.set_major_formatter(lambda value, _: number(value))
+            ax.yaxis.set_minor_formatter(NullFormatter())
         elif from_zero:
             ax.set_ylim(bottom=0)
         if len(series) > 1:
@@ -121,7 +140,7 @@ def tpot_lines(
     """Time of each output token against its position, with and without the cache. Seconds in, milliseconds drawn."""
     series = [Series("with the cache", positions, [1e3 * s for s in with_cache_s])]
     series.append(Series("without", positions, [1e3 * s for s in without_cache_s]))
-    return lines(series, "position of the token", "time per output token (ms)", title)
+    return lines(series, "position of the token (tokens)", "time per output token (ms)", title)
 
 
 def distributions(policies: Mapping[str, Mapping[str, float]], title: str) -> Figure:
@@ -132,7 +151,7 @@ def distributions(policies: Mapping[str, Mapping[str, float]], title: str) -> Fi
     """
     first = next(iter(policies.values()))
     tokens = list(first)
-    columns = min(4, len(policies))
+    columns = len(policies) if len(policies) <= 4 else min(4, -(-len(policies) // 2))
     rows = -(-len(policies) // columns)
     height = 0.9 + rows * (1.0 + 0.26 * len(tokens))
     with figure(height, columns, rows, sharex=True, sharey=True, squeeze=False) as (fig, axes):
@@ -145,6 +164,7 @@ def distributions(policies: Mapping[str, Mapping[str, float]], title: str) -> Fi
             flat[i].set_yticks(range(len(tokens)), [drawable(visible(token)) for token in tokens])
             flat[i].set(xlabel="probability", ylabel="token" if i % columns == 0 else "")
             flat[i].grid(False, axis="y")
+            flat[i].tick_params(labelbottom=True)
         flat[0].invert_yaxis()
         for ax in flat[len(policies) :]:
             ax.set_visible(False)
@@ -183,11 +203,13 @@ def timeline(spans: Sequence[Span], title: str) -> Figure:
         ax.set(xlabel=f"time ({unit})", ylabel="lane", title=title)
         ax.invert_yaxis()
         ax.grid(False, axis="y")
-        fig.legend(loc="outside lower center", ncols=min(len(kinds), 5))
+        _legend_below(fig, kinds)
     return fig
 
 
-def predicted_measured(rows: Sequence[tuple[str, float, float]], unit: str, title: str, log: bool = True) -> Figure:
+def predicted_measured(
+    rows: Sequence[tuple[str, float, float]], unit: str, title: str, log: bool = True, ylabel: str = "operator"
+) -> Figure:
     """Each row a name with its prediction (hollow) and its measurement (filled), joined by a line, and the ratio.
 
     rows: (name, predicted, measured), both in `unit`.
@@ -209,7 +231,7 @@ def predicted_measured(rows: Sequence[tuple[str, float, float]], unit: str, titl
         ax.scatter([row[1] / divisor for row in rows], places, s=55, label="predicted", zorder=2, **hollow)
         ax.scatter([row[2] / divisor for row in rows], places, s=55, color=ORANGE, label="measured", zorder=3)
         ax.set_yticks(places, [row[0] for row in rows])
-        ax.set(xlabel=unit if "(" in unit else f"time ({unit})" if unit.endswith("s") else unit, title=title)
+        ax.set(xlabel=f"time ({unit})" if unit in ("s", "ms", "µs", "ns") else unit, ylabel=ylabel, title=title)
         if log:
             ax.set_xscale("log")
         ax.margins(x=0.12, y=0.08)

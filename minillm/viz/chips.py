@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from functools import cache
 
 from matplotlib.axes import Axes
+from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties, findfont, get_font
 from matplotlib.patches import FancyBboxPatch
@@ -32,7 +33,7 @@ def token_chips(pieces: Sequence[str | bytes], ids: Sequence[int] | None = None)
     shown = [visible(piece) for piece in pieces]
     chips = []
     for i, text in enumerate(shown):
-        ground = "#%02x%02x%02x" % tuple(round(255 * part) for part in tint(PALETTE[i % 6], 0.7))
+        ground = to_hex(tint(PALETTE[i % 6], 0.7))
         below = f'<br><span style="font-size:70%;color:{INK}">{int(ids[i])}</span>' if ids is not None else ""
         chips.append(
             f'<span style="display:inline-block;background:{ground};color:{INK};border-radius:4px;padding:1px 5px;'

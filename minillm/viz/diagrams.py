@@ -50,13 +50,13 @@ def shapes_flow(
 ) -> Figure:
     """Boxes from top to bottom, each with the shape of what it hands on.
 
-    steps: (what happens, shape out), the shape a string or a sequence such as ("T", 576). residuals: (from, to) pairs of
-    step indices; the output of `from` is added to the output of `to`, drawn as an arc at the left.
+    steps: (what happens, shape out), the shape a string or a sequence such as ("T", 576). residuals: (from, to) pairs
+    of step indices; the output of `from` is added to the output of `to`, drawn as an arc at the left.
     """
     with figure(height=0.9 + 0.72 * len(steps)) as (fig, ax):
         ax.set_title(title)
         for i, (name, shape) in enumerate(steps):
-            _box(ax, 0, -i, 5.2, 0.52, name, BLUE if i % 2 == 0 else GREY)
+            _box(ax, 0, -i, 5.2, 0.52, name, BLUE)
             ax.text(5.5, -i, shape_text(shape), va="center", family="monospace", size=11, color=INK)
             if i:
                 _arrow(ax, (2.6, -i + 0.74), (2.6, -i + 0.26))
@@ -137,9 +137,10 @@ def recompute_map(prompt: int, output: int, title: str) -> Figure:
             ax.bar(steps, counts, bottom=starts, width=0.9, color=colour, label="computed")
             ax.bar(steps, starts, width=0.9, color=RULE, label="remembered")
             ax.set_title(f"{name}: {int(counts.sum()):,} tokens", size=11)
-            ax.set(xlabel="step", ylabel="position in the text (tokens)")
+            ax.set(xlabel="step")
             ax.grid(False, axis="x")
-        axes[1].legend(loc="lower right")
+        axes[0].set_ylabel("position in the text (tokens)")
+        axes[1].legend(loc="upper left")
     return fig
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.patheffects import withStroke
 from matplotlib.transforms import Bbox
 
 from .style import GREY, INK, PAPER, colour_of, figure
@@ -121,14 +122,15 @@ _OFFSETS = ((10, -4), (-10, -4), (0, -20), (0, 12), (12, -18), (-12, -18), (12, 
 
 def _place_labels(fig: Figure, ax: Axes, marks: list[tuple[str, float, float]]) -> None:
     """Each label beside its mark, at the first place where it covers neither another label nor a mark."""
-    fig.canvas.draw()
-    renderer, frame = fig.canvas.get_renderer(), ax.get_window_extent()
+    fig.draw_without_rendering()
+    frame = ax.get_window_extent()
     taken = [Bbox.from_bounds(x - 7, y - 7, 14, 14) for x, y in (ax.transData.transform(mark[1:]) for mark in marks)]
     for label, x, y in marks:
         for dx, dy in _OFFSETS:
             side = "left" if dx > 0 else "right" if dx < 0 else "center"
             text = ax.annotate(label, (x, y), (dx, dy), textcoords="offset points", ha=side, size=9.5, color=INK)
-            box = text.get_window_extent(renderer).padded(1)
+            text.set_path_effects([withStroke(linewidth=3, foreground=PAPER)])
+            box = text.get_window_extent().padded(1)
             inside = frame.x0 < box.x0 and box.x1 < frame.x1 and frame.y0 < box.y0 and box.y1 < frame.y1
             if inside and not any(box.overlaps(other) for other in taken):
                 break
@@ -153,4 +155,4 @@ def _legend(ax: Axes, ceilings: Sequence[Ceiling], points: Sequence[Point]) -> N
         if any(getattr(point, attribute) for point in points):
             style = {"marker": "o", "linestyle": "", "markersize": 8, "color": INK, "markerfacecolor": face}
             handles.append(Line2D([], [], label=attribute, **style))
-    ax.legend(handles=handles, loc="upper left", fontsize=9)
+    ax.legend(handles=handles, loc="upper left", fontsize=9, frameon=True, framealpha=0.9, edgecolor=PAPER)

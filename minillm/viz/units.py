@@ -6,6 +6,7 @@ import math
 
 # Units that take a decimal prefix. Everything else ("tokens", "%", "ratio") is printed as it is.
 PREFIXED = {"B": "B", "byte": "B", "bytes": "B", "FLOP": "FLOP", "FLOPs": "FLOP", "s": "s", "B/s": "B/s"}
+PREFIXED |= {"parameters": " parameters"}
 PREFIXED |= {"bytes/s": "B/s", "FLOP/s": "FLOP/s", "FLOPs/s": "FLOP/s", "Hz": "Hz"}
 _PREFIXES = {-3: "n", -2: "µ", -1: "m", 0: "", 1: "k", 2: "M", 3: "G", 4: "T", 5: "P", 6: "E"}
 
@@ -14,11 +15,11 @@ def scale(values: list[float], unit: str) -> tuple[float, str]:
     """(divisor, unit with its prefix) that suits the largest of the values. Times never take k, M, …."""
     largest = max((abs(value) for value in values if math.isfinite(value)), default=0.0)
     if unit not in PREFIXED or largest == 0:
-        return 1.0, PREFIXED.get(unit, unit)
+        return 1.0, PREFIXED.get(unit, unit).strip()
     power = math.floor(math.log10(largest) / 3 + 1e-9)
     low, high = (-3, 0) if unit == "s" else (0, 6)
     power = min(max(power, low), high)
-    return 1000.0**power, _PREFIXES[power] + PREFIXED[unit]
+    return 1000.0**power, (_PREFIXES[power] + PREFIXED[unit]).strip()
 
 
 def number(value: float) -> str:
