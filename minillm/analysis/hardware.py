@@ -81,7 +81,7 @@ def _gpu(name: str, gb: float, tb_s: float, bf16: float, fp8: float | None, int8
     peak = {"float16": bf16, "int8": int8} | ({} if fp16_only else {"bfloat16": bf16})
     peak |= {} if fp8 is None else {"float8_e4m3fn": fp8, "float8_e5m2": fp8}
     rates = {dtype: rate * TERA for dtype, rate in peak.items()}
-    return Hardware(name, gb, tb_s * TERA, rates, link, checked, unchecked)
+    return Hardware(name, gb, round(tb_s * TERA), rates, link, checked, unchecked)
 
 
 _TABLE = (

@@ -2,11 +2,10 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hf_shapes import HF_CONFIGS, build, ours
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import HF_CONFIGS, ours
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM
 
 from minillm.analysis import (
     MODELS,
@@ -35,7 +34,7 @@ def _counted(name: str, new: int, cached: int) -> dict[str, int]:
     """FLOPs by torch's counter of one step of the transformers model: in all, and of attention's scores and sums."""
     torch.manual_seed(0)
     hf = HF_CONFIGS[name]
-    model = AutoModelForCausalLM.from_config(hf, attn_implementation="eager", experts_implementation="eager").eval()
+    model = build(name, attn_implementation="eager", experts_implementation="eager")
     tokens = torch.randint(0, hf.vocab_size, (1, new + cached))
     with torch.no_grad():
         cache = model(tokens[:, :cached], use_cache=True).past_key_values if cached else None
@@ -108,8 +107,7 @@ def test_a_dense_step_reads_every_weight_once(name):
 
 
 def test_step_weight_bytes_are_those_of_a_real_models_tensors():
-    hf = HF_CONFIGS["llama"]
-    model = AutoModelForCausalLM.from_config(hf, dtype=torch.float32)
+    hf, model = HF_CONFIGS["llama"], build("llama")
     ops = by_name(ours(hf), Step.decode(5), precision=FLOAT32)
     stored = sum(p.nbytes for n, p in model.named_parameters() if "embed" not in n)
     assert total(ops.values()).weight_bytes == stored + 4 * hf.hidden_size
@@ -231,6 +229,7 @@ lengths = st.lists(st.tuples(st.integers(1, 40), st.integers(0, 60)), min_size=1
 ATTENTION = ("attention", "kv_write", "qkv_proj", "o_proj", "rotary")
 
 
+@settings(deadline=None)
 @given(new=st.integers(0, 60), cached=st.integers(0, 60), window=st.one_of(st.none(), st.integers(1, 80)))
 def test_pairs_equal_the_mask_counted_one_by_one(new, cached, window):
     expected = 0
@@ -239,6 +238,7 @@ def test_pairs_equal_the_mask_counted_one_by_one(new, cached, window):
     assert visible_pairs(new, cached, window) == expected
 
 
+@settings(deadline=None)
 @given(sequences=lengths, window=st.one_of(st.none(), st.integers(1, 80)))
 def test_keys_are_the_cache_rows_that_some_query_sees(sequences, window):
     step = Step(tuple(new for new, _ in sequences), tuple(cached for _, cached in sequences))
@@ -249,6 +249,7 @@ def test_keys_are_the_cache_rows_that_some_query_sees(sequences, window):
     assert step.keys(window) == expected
 
 
+@settings(deadline=None)
 @given(parts=st.lists(st.integers(1, 30), min_size=1, max_size=5), cached=st.integers(0, 40))
 def test_chunked_prefill_has_the_attention_flops_of_the_whole(parts, cached):
     for name in ("SmolLM2-135M", "Gemma-3-27B", "gpt-oss-120b"):
@@ -262,6 +263,7 @@ def test_chunked_prefill_has_the_attention_flops_of_the_whole(parts, cached):
         assert (flops, linear) == (whole["attention"].flops, whole["qkv_proj"].flops)
 
 
+@settings(deadline=None)
 @given(sequences=lengths)
 def test_a_batch_costs_its_sequences_except_for_weights_read_once(sequences):
     config = model_config("Gemma-3-27B")
@@ -274,6 +276,7 @@ def test_a_batch_costs_its_sequences_except_for_weights_read_once(sequences):
     assert batch["o_proj"].weight_bytes == alone[0]["o_proj"].weight_bytes
 
 
+@settings(deadline=None)
 @given(new=st.integers(1, 50), cached=st.integers(0, 50))
 def test_a_window_as_long_as_the_sequence_is_no_window(new, cached):
     assert visible_pairs(new, cached, new + cached) == visible_pairs(new, cached)
@@ -282,6 +285,7 @@ def test_a_window_as_long_as_the_sequence_is_no_window(new, cached):
         assert by_name(sliding, Step((new,), (cached,)))[name] == by_name(full, Step((new,), (cached,)))[name]
 
 
+@settings(deadline=None)
 @given(context=st.integers(200, 4000))
 def test_a_sliding_layer_reads_no_more_than_its_window(context):
     config = model_config("gpt-oss-120b")

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hf_shapes import HF_CONFIGS, build, ours
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import HF_CONFIGS, ours
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import DynamicCache
 
 from minillm.analysis import kv_bytes, kv_bytes_per_token, kv_row_bytes, model_config
 from minillm.errors import RequestError
@@ -35,7 +35,7 @@ def test_sliding_layers_hold_a_constant_beyond_their_window(name, constant, rese
 
 def _cache_of(name: str, tokens: int) -> DynamicCache:
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(HF_CONFIGS[name], dtype=torch.float32).eval()
+    model = build(name)
     with torch.no_grad():
         return model(torch.randint(0, 97, (1, tokens)), use_cache=True).past_key_values
 
@@ -96,6 +96,7 @@ def test_the_cache_is_linear_in_its_length():
     assert kv_bytes(config, 4096, "int8") == kv_bytes(config, 4096) / 2
 
 
+@settings(deadline=None)
 @given(tokens=st.integers(0, 5000), block=st.integers(1, 64), ranks=st.sampled_from([1, 2, 4, 8, 16, 64]))
 def test_blocks_and_ranks_only_round_up(tokens, block, ranks):
     config = model_config("Gemma-3-27B")

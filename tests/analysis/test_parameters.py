@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from tiny import HF_CONFIGS, ours
-from transformers import AutoModelForCausalLM
+from hf_shapes import HF_CONFIGS, build, ours
 
 from minillm.analysis import MODELS, format_of, model_config, parameter_count, weight_bytes, weight_table
 from minillm.errors import ConfigError
@@ -12,7 +11,7 @@ from minillm.errors import ConfigError
 @pytest.mark.parametrize("name", HF_CONFIGS)
 def test_counts_are_those_of_the_transformers_model(name):
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(HF_CONFIGS[name])
+        model = build(name)
     config = ours(HF_CONFIGS[name])
     count = parameter_count(config)
     assert count.total == sum(p.numel() for p in model.parameters())
@@ -25,7 +24,7 @@ def test_counts_are_those_of_the_transformers_model(name):
 
 @pytest.mark.parametrize("name", ["llama biased", "qwen3", "gemma3_text"])
 def test_weight_bytes_are_those_of_the_tensors(name):
-    model = AutoModelForCausalLM.from_config(HF_CONFIGS[name], dtype=torch.bfloat16)
+    model = build(name, dtype=torch.bfloat16)
     assert weight_bytes(ours(HF_CONFIGS[name])) == sum(p.nbytes for p in model.parameters())
     assert weight_bytes(ours(HF_CONFIGS[name]), "float32") == sum(p.nbytes for p in model.float().parameters())
 

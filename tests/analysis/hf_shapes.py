@@ -1,6 +1,10 @@
 """Tiny random transformers configs of every shape that the cost model knows, and their ModelConfigs."""
 
+import copy
+
+import torch
 from transformers import (
+    AutoModelForCausalLM,
     DeepseekV3Config,
     Gemma3TextConfig,
     GptOssConfig,
@@ -67,6 +71,13 @@ HF_CONFIGS = {
     "gpt_oss": _with(GptOssConfig, head_dim=8, num_local_experts=4, num_experts_per_tok=2, sliding_window=5),
     "gemma3_text": _with(Gemma3TextConfig, head_dim=8, sliding_window=5, num_hidden_layers=7),
 }
+
+
+def build(name: str, **options):
+    """The transformers model of that config, in float32 unless told otherwise. Building one writes into its config, so
+    it gets a copy."""
+    options = {"dtype": torch.float32, **options}
+    return AutoModelForCausalLM.from_config(copy.deepcopy(HF_CONFIGS[name]), **options).eval()
 
 
 def ours(hf_config) -> ModelConfig:
