@@ -15,6 +15,7 @@ import os
 import platform
 import statistics
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -24,10 +25,11 @@ from ..errors import RequestError
 from ..storage import remembered
 from .hardware import GIGA, Hardware
 
-METHOD = 1  # raise it when the way of measuring changes, so that old caches are measured again
+METHOD = 2  # raise it when the way of measuring changes, so that old caches are measured again
 _BUFFER = 512 << 20
 _SECONDS_A_CEILING = 0.4
 _RUNS = (3, 9)  # at least, at most
+_STEADY = 1.5  # a median this many times the fastest run says that something else was running
 _MATMUL_SIZES = {"cpu": (1024, 2048), "cuda": (4096, 8192)}
 _MATMUL_DTYPES = {"cpu": ("float32", "bfloat16"), "cuda": ("float32", "float16", "bfloat16")}
 
@@ -35,12 +37,14 @@ _MATMUL_DTYPES = {"cpu": ("float32", "bfloat16"), "cuda": ("float32", "float16",
 def this_machine(device: str = "cpu", refresh: bool = False) -> Hardware:
     """Ceilings of this machine's `device` ("cpu" or "cuda"), from the cache if they still hold, else measured.
 
-    Measuring takes a few seconds. A cache folder that cannot be written costs a warning, not the result.
+    Measuring takes a few seconds. A cache folder that cannot be written costs a warning, not the result. Ceilings
+    taken while the machine was busy are too low: they come with a warning and hold for an hour.
     """
-    key = _identity(device)
+    key, now = _identity(device), datetime.datetime.now(datetime.UTC)
     for fresh in (refresh, True):  # a cache that cannot be believed is measured again
         value = remembered(f"ceilings-{device}.json", key, lambda: asdict(measure(device)), fresh)
-        if (known := _believed(value)) is not None:
+        if (known := _believed(value, now)) is not None:
+            _warn_if_busy(known)
             return known
     raise RequestError(f"the ceilings measured on {key['device']} make no sense: {value}; measure on an idle machine")
 
@@ -48,12 +52,14 @@ def this_machine(device: str = "cpu", refresh: bool = False) -> Hardware:
 def measure(device: str = "cpu", buffer_bytes: int | None = None) -> Hardware:
     """Measures the ceilings of `device` now. `buffer_bytes` overrides the size of the bandwidth buffer."""
     buffer_bytes = buffer_bytes or _buffer_bytes(device)
-    read, copy = _bandwidths(device, buffer_bytes)
-    rates = {dtype: rate for dtype in _MATMUL_DTYPES[device] if (rate := _matmul_rate(device, dtype))}
+    timer = _Timer(device)
+    read, copy = _bandwidths(timer, buffer_bytes)
+    rates = {dtype: rate for dtype in _MATMUL_DTYPES[device] if (rate := _matmul_rate(timer, dtype))}
     record = _identity(device) | {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "buffer_bytes": buffer_bytes,
         "copy_bandwidth": copy,
+        "spread": timer.spread,
     }
     return Hardware(record["device"], _memory_bytes(device) / GIGA, read, rates, measured=record)
 
@@ -75,16 +81,27 @@ def cpu_name() -> str:
     return f"{platform.processor() or platform.machine() or 'unknown processor'} ({os.cpu_count()} cores)"
 
 
-def _believed(value: dict[str, Any]) -> Hardware | None:
-    """The ceilings that a cache holds, or None if it is damaged."""
+def _believed(value: dict[str, Any], now: datetime.datetime) -> Hardware | None:
+    """The ceilings that a cache holds, or None if it is damaged, or was taken on a busy machine and is old."""
     try:
         known = Hardware(**{**value, "unchecked": tuple(value["unchecked"])})
-        numbers = [known.memory_gb, known.bandwidth, known.measured["copy_bandwidth"], *known.peak_flops.values()]
-        datetime.datetime.fromisoformat(known.measured["date"])
+        record = known.measured
+        numbers = [known.memory_gb, known.bandwidth, record["copy_bandwidth"], *known.peak_flops.values()]
         sound = bool(known.peak_flops) and all(math.isfinite(number) and number > 0 for number in numbers)
+        age = now - datetime.datetime.fromisoformat(record["date"])
+        holds = record["spread"] <= _STEADY or age < datetime.timedelta(hours=1)
     except (ValueError, TypeError, KeyError, AttributeError):
         return None
-    return known if sound else None
+    return known if sound and holds else None
+
+
+def _warn_if_busy(known: Hardware) -> None:
+    if known.measured["spread"] > _STEADY:
+        warnings.warn(
+            f"{known.name} was busy while its ceilings were measured (median run {known.measured['spread']:.1f} times "
+            "the fastest), so they may be too low; call this_machine(refresh=True) when it is idle",
+            stacklevel=3,
+        )
 
 
 def _memory_bytes(device: str) -> int:
@@ -118,7 +135,34 @@ def _buffer_bytes(device: str) -> int:
     return max(smallest, min(wanted, _available_bytes(device) // 8) // smallest * smallest)
 
 
-def _bandwidths(device: str, buffer_bytes: int) -> tuple[float, float]:
+class _Timer:
+    """Times calls on a device. `spread` is the worst median / fastest seen: well above 1 on a busy machine."""
+
+    def __init__(self, device: str) -> None:
+        self.device, self.spread = device, 1.0
+
+    def median_seconds(self, work: Callable[[], object]) -> float:
+        """Median time of one call: after a warm-up, until the time is used up, but never fewer than three runs."""
+        self._run(work)
+        seconds: list[float] = []
+        least, most = _RUNS
+        while len(seconds) < least or (len(seconds) < most and sum(seconds) < _SECONDS_A_CEILING):
+            start = time.perf_counter()
+            self._run(work)
+            seconds.append(time.perf_counter() - start)
+        median = statistics.median(seconds)
+        self.spread = max(self.spread, median / min(seconds))
+        return median
+
+    def _run(self, work: Callable[[], object]) -> None:
+        work()
+        if self.device == "cuda":
+            import torch
+
+            torch.cuda.synchronize()
+
+
+def _bandwidths(timer: _Timer, buffer_bytes: int) -> tuple[float, float]:
     """(read, copy) bytes/s. A copy counts the bytes it reads and those it writes.
 
     Reading is a matrix–vector product or a dot product, whichever is faster: the first is what decode does.
@@ -126,51 +170,28 @@ def _bandwidths(device: str, buffer_bytes: int) -> tuple[float, float]:
     import torch
 
     row = 4096
-    columns = torch.randn(row, device=device)
+    columns = torch.randn(row, device=timer.device)
     # random rows, repeated: drawing every number anew would take longer than the measurement
-    matrix = torch.randn(1024, row, device=device).repeat(max(1, buffer_bytes // (1024 * row * 4)), 1)
+    matrix = torch.randn(1024, row, device=timer.device).repeat(max(1, buffer_bytes // (1024 * row * 4)), 1)
     flat = matrix.view(-1)
     size = flat.numel() * 4
     products = (lambda: torch.mv(matrix, columns), lambda: torch.dot(flat, flat))
-    read = max(size / _median_seconds(product, device) for product in products)
+    read = max(size / timer.median_seconds(product) for product in products)
     half = flat.numel() // 2
-    return read, size / _median_seconds(lambda: flat[:half].copy_(flat[half : 2 * half]), device)
+    return read, size / timer.median_seconds(lambda: flat[:half].copy_(flat[half : 2 * half]))
 
 
-def _matmul_rate(device: str, dtype: str) -> float | None:
+def _matmul_rate(timer: _Timer, dtype: str) -> float | None:
     """FLOP/s of a square matrix product, the best of two sizes; None if torch cannot do it in `dtype` here."""
     import torch
 
     rates = []
-    for size in _MATMUL_SIZES[device]:
+    for size in _MATMUL_SIZES[timer.device]:
         try:
-            left = torch.randn(size, size, device=device).to(getattr(torch, dtype))
-            right = torch.randn(size, size, device=device).to(getattr(torch, dtype))
-            seconds = _median_seconds(lambda left=left, right=right: left @ right, device)
+            left = torch.randn(size, size, device=timer.device).to(getattr(torch, dtype))
+            right = torch.randn(size, size, device=timer.device).to(getattr(torch, dtype))
+            seconds = timer.median_seconds(lambda left=left, right=right: left @ right)
         except RuntimeError:
             continue
         rates.append(2 * size**3 / seconds)
     return max(rates, default=None)
-
-
-def _median_seconds(work: Callable[[], object], device: str) -> float:
-    """Median time of one call: after a warm-up, until the time is used up, but never fewer than three runs."""
-    synchronise = _synchronise(device)
-    work()
-    synchronise()
-    seconds: list[float] = []
-    least, most = _RUNS
-    while len(seconds) < least or (len(seconds) < most and sum(seconds) < _SECONDS_A_CEILING):
-        start = time.perf_counter()
-        work()
-        synchronise()
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds)
-
-
-def _synchronise(device: str) -> Callable[[], None]:
-    if device != "cuda":
-        return lambda: None
-    import torch
-
-    return torch.cuda.synchronize

@@ -5,8 +5,7 @@ own counter does), element-wise operators by their arithmetic. Bytes: each opera
 once and writes its outputs once, with nothing kept in a cache between operators. So the bytes are those that an
 unfused implementation must move, and a fused one undercuts the activations but never the weights or the KV cache.
 
-The two residual additions of a block belong to the norm that reads their sum: attention's to `ffn_norm`, the FFN's
-to the next block's `attn_norm` or, after the last block, to `final_norm`.
+The two residual additions of a block are counted with its `ffn_norm`; the other norms are norms alone.
 """
 
 from __future__ import annotations
@@ -63,16 +62,13 @@ def _embed(config: ModelConfig, step: Step, precision: Precision) -> OpCost:
 
 
 def _norm(config: ModelConfig, name: str, step: Step, precision: Precision, weights: Weights) -> OpCost:
-    """RMSNorms of one kind and the residual additions before them: read two, write their sum. The first block has
-    nothing to add yet; the final norm needs only the rows that go on to the head."""
+    """RMSNorms of one kind. `ffn_norm` has the block's residual additions too; the final norm needs only the rows
+    that go on to the head."""
     d, layers = config.hidden_size, config.num_hidden_layers
-    count = norms_per_block(config) // 2 * layers
-    normed, added = count * step.tokens, layers * step.tokens
-    if name == "attn_norm":
-        added -= step.tokens
-    if name == "final_norm":
-        count, normed, added = 1, step.rows, step.tokens
-    moved = 2 * (normed + added) * d * precision.activation_bytes
+    count = 1 if name == "final_norm" else norms_per_block(config) // 2 * layers
+    normed = step.rows if name == "final_norm" else count * step.tokens
+    added = 2 * layers * step.tokens if name == "ffn_norm" else 0
+    moved = (2 * normed + 3 * added) * d * precision.activation_bytes  # an addition reads two and writes one
     return OpCost(name, count, d * (NORM_FLOPS * normed + added), weights.bytes[name], moved)
 
 

@@ -215,12 +215,13 @@ def test_every_real_model_has_known_operators_in_running_order():
             assert op.intensity == op.flops / op.bytes
 
 
-def test_norms_count_the_residual_additions_once_each():
-    config = model_config("SmolLM2-135M")
-    ops = by_name(config, Step.prefill(10))
+def test_norms_and_the_residual_additions_counted_with_the_second():
+    ops = by_name(model_config("SmolLM2-135M"), Step.prefill(10))
     d, layers = 576, 30
-    norms = sum(ops[name].flops for name in ("attn_norm", "ffn_norm"))
-    assert norms + ops["final_norm"].flops == 4 * d * (20 * layers + 1) + d * 10 * 2 * layers
+    assert ops["attn_norm"].flops == 4 * 10 * d * layers
+    assert ops["ffn_norm"].flops == (4 + 2) * 10 * d * layers
+    assert ops["ffn_norm"].activation_bytes == 2 * (2 + 6) * 10 * d * layers
+    assert ops["final_norm"].flops == 4 * d
 
 
 # Properties

@@ -1,5 +1,6 @@
 """The datasheet table, and the measured ceilings with their cache."""
 
+import datetime
 import json
 import math
 import re
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from minillm.analysis import HARDWARE, Hardware, ceilings, find_hardware
-from minillm.errors import ConfigError
+from minillm.errors import ConfigError, RequestError
 
 
 @pytest.mark.parametrize(
@@ -55,7 +56,8 @@ def cache(tmp_path, monkeypatch):
 
     def counted(device):
         calls.append(device)
-        record = ceilings._identity(device) | {"date": "2025-01-01T00:00:00+00:00", "copy_bandwidth": 5e9 + len(calls)}
+        told = {"date": "2025-01-01T00:00:00+00:00", "copy_bandwidth": 5e9 + len(calls), "spread": 1.1}
+        record = ceilings._identity(device) | told
         return Hardware("this", 16, 1e10 + len(calls), {"float32": 1e11}, measured=record)
 
     monkeypatch.setattr(ceilings, "measure", counted)
@@ -147,9 +149,31 @@ def test_the_buffer_gives_way_when_memory_is_short(monkeypatch):
     assert ceilings._buffer_bytes("cpu") == 16 << 20
 
 
-def test_the_timer_takes_the_median_after_a_warm_up(monkeypatch):
+def test_the_timer_takes_the_median_after_a_warm_up_and_the_spread(monkeypatch):
     clock = iter([0.0, 0.3, 1.0, 1.1, 2.0, 2.2, 3.0, 3.9])
     monkeypatch.setattr(ceilings.time, "perf_counter", lambda: next(clock))
-    calls = []
-    assert ceilings._median_seconds(lambda: calls.append(1), "cpu") == pytest.approx(0.2)
+    calls, timer = [], ceilings._Timer("cpu")
+    assert timer.median_seconds(lambda: calls.append(1)) == pytest.approx(0.2)
     assert len(calls) == 4
+    assert timer.spread == pytest.approx(2)
+
+
+def test_ceilings_of_a_busy_machine_hold_for_an_hour_and_say_so(cache):
+    path, calls = cache
+    ceilings.this_machine()
+    now = datetime.datetime.now(datetime.UTC)
+    recent, old = (now - datetime.timedelta(minutes=age) for age in (5, 65))
+    _edit(path, lambda raw: raw["value"]["measured"].update(spread=3.0, date=recent.isoformat()))
+    with pytest.warns(UserWarning, match=r"busy.*3\.0 times"):
+        ceilings.this_machine()
+    assert len(calls) == 1
+    _edit(path, lambda raw: raw["value"]["measured"].update(date=old.isoformat()))
+    ceilings.this_machine()
+    assert len(calls) == 2
+
+
+def test_a_measurement_that_makes_no_sense_is_an_error(cache, monkeypatch):
+    broken = Hardware("this", 16, 0.0, {"float32": 1e11}, measured={})
+    monkeypatch.setattr(ceilings, "measure", lambda device: broken)
+    with pytest.raises(RequestError, match="make no sense"):
+        ceilings.this_machine()
