@@ -7,7 +7,6 @@ import torch
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sampling_reference import by_definition
 
 from minillm.errors import RequestError
 from minillm.sampling import (
@@ -25,6 +24,7 @@ from minillm.sampling import (
     top_p_mask,
 )
 from minillm.sampling_params import SamplingParams
+from tests.sampling_reference import by_definition
 
 NEVER = -math.inf
 
@@ -160,11 +160,22 @@ def test_the_order_decides_and_is_the_stated_one():
 
 def test_min_tokens_masks_end_and_stop_ids_until_they_are_out():
     logits = torch.tensor([9.0, 8.0, 7.0, 6.0])
-    params = SamplingParams(min_tokens=2, stop_token_ids=[1], temperature=0, logit_bias={0: 100})
+    params = SamplingParams(min_tokens=2, stop_token_ids=[1], temperature=0)
     ids = [sample(logits[None], [params], [SamplingState([3], [3] * n)], eos_ids=[0])[0].id for n in range(4)]
     assert ids == [2, 2, 0, 0]
     ignoring = SamplingParams(min_tokens=2, ignore_eos=True, temperature=0)
     assert sample(logits[None], [ignoring], eos_ids=[0])[0].id == 0  # then it is a token like any other
+
+
+@pytest.mark.parametrize(
+    ("change", "token"),
+    [({}, 0), ({"logit_bias": {3: 100}}, 3), ({"repetition_penalty": 2.0}, 1), ({"presence_penalty": 2.0}, 1),
+     ({"frequency_penalty": 2.0}, 1), ({"min_tokens": 3}, 2)],
+)  # fmt: skip
+def test_greedy_takes_the_argmax_after_bias_masks_and_penalties(change, token):
+    logits, state = torch.tensor([[4.0, 3.5, 3.0, 2.0]]), SamplingState([], [0, 0])
+    eos_ids = [0, 1] if "min_tokens" in change else []
+    assert sample(logits, [SamplingParams(temperature=0, **change)], [state], eos_ids=eos_ids)[0].id == token
 
 
 # ---- ties, cuts, temperature ----
@@ -204,6 +215,10 @@ def test_tiny_temperature_is_argmax(temperature):
     params = SamplingParams(temperature=temperature, seed=1)
     assert probabilities(logits, params).tolist() == [0, 1, 0, 0]
     assert {sample(logits[None], [params], [SamplingState((), [0] * n)])[0].id for n in range(20)} == {1}
+
+
+def test_a_small_temperature_does_not_overflow_what_it_divides():
+    assert apply_temperature(torch.tensor([1e38, 3e38, 0.0]), 0.01).softmax(-1).tolist() == [0, 1, 0]
 
 
 def test_wide_rows_rank_more_when_the_first_few_hundred_fall_short():

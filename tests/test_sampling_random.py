@@ -8,10 +8,10 @@ from collections import Counter
 
 import pytest
 import torch
-from sampling_reference import by_definition
 
 from minillm.sampling import SamplingState, inverse_cdf, philox, sample, uniform
 from minillm.sampling_params import SamplingParams
+from tests.sampling_reference import by_definition
 
 
 def noise(*shape, seed=0, scale=3.0):
@@ -214,9 +214,11 @@ def test_seeds_give_different_sequences():
 
 
 def test_a_continuation_resent_as_a_prompt_draws_the_same_tokens():
-    table, params = noise(1, 50), SamplingParams(seed=9)
-    as_output = sample(table, [params], [SamplingState([1, 2], [3, 4, 5])])
-    assert sample(table, [params], [SamplingState([1, 2, 3, 4, 5], [])]) == as_output
+    params = SamplingParams(seed=9)
+    for n in range(1, 9):
+        as_output, as_prompt = SamplingState([1, 2], [3] * n), SamplingState([1, 2] + [3] * n, [])
+        first, second = sample(torch.zeros(2, 1000), [params] * 2, [as_output, as_prompt])
+        assert first == second
 
 
 def test_the_draw_leaves_every_other_generator_alone():
