@@ -244,9 +244,7 @@ class StreamDecoder:
 
     def flush(self) -> str:
         """What is left at the end: U+FFFD for a character that never came whole. The decoder can be used again."""
-        rest = self._decoder.decode(b"", final=True)
-        self._decoder.reset()
-        return rest
+        return self._decoder.decode(b"", final=True)
 
 
 def train_bpe(

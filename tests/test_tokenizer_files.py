@@ -4,7 +4,11 @@ import copy
 import json
 
 import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tokenizer_references import trained
+from tokenizers import pre_tokenizers
 
 from minillm.errors import TokenizerError
 from minillm.tokenizer import Tokenizer
@@ -66,6 +70,16 @@ def test_without_settings_there_is_no_end_and_no_template(whole, tmp_path):
         ours.apply_chat_template([{"role": "user", "content": "a"}])
 
 
+def test_what_the_file_puts_around_a_text(tmp_path):
+    reference = trained("gpt2")
+    ends = [(name, reference.token_to_id(name)) for name in ("<|begin|>", "<|end|>")]
+    template = "<|begin|> $A <|end|> <|end|>"
+    reference.post_processor = tokenizers.processors.TemplateProcessing(single=template, special_tokens=ends)
+    ours = Tokenizer.from_file(write(tmp_path, reference.to_str()))
+    assert ours.encode("a b", add_special=True) == reference.encode("a b").ids
+    assert ours.encode("a b") == reference.encode("a b", add_special_tokens=False).ids
+
+
 def test_added_tokens_that_are_not_special_are_always_found(whole, tmp_path):
     reference = trained("gpt2")
     reference.add_tokens(["<think>"])
@@ -78,9 +92,6 @@ def test_added_tokens_that_are_not_special_are_always_found(whole, tmp_path):
 
 
 def test_a_chain_of_patterns_as_deepseek_has(whole, tmp_path):
-    import tokenizers
-    from tokenizers import pre_tokenizers
-
     reference = trained("gpt2")
     chain = [pre_tokenizers.Split(tokenizers.Regex(p), "isolated") for p in (r"\p{N}{1,3}", r"[一-龥]+", r"[A-Z]+")]
     chain += [pre_tokenizers.Digits(individual_digits=False), pre_tokenizers.ByteLevel(False, use_regex=False)]
@@ -165,6 +176,33 @@ def test_a_damaged_or_unsupported_file_is_one_clear_line(whole, tmp_path, change
     refused(tmp_path)
 
 
+ODD = [None, [], {}, "x", -1, 10**20, 1.5, True, [[]], [None], {"type": "Sequence"}, {"type": []}, {"id": []}, "\ud800"]
+
+
+def nodes(raw, path=()):
+    """The way to every part of a parsed JSON file but single tokens and merges."""
+    children = raw.items() if isinstance(raw, dict) else enumerate(raw) if isinstance(raw, list) else ()
+    for key, child in children:
+        yield (*path, key)
+        if key not in ("vocab", "merges"):
+            yield from nodes(child, (*path, key))
+
+
+@settings(deadline=None, max_examples=300)
+@given(data=st.data())
+def test_no_damage_escapes_as_another_error(whole, tmp_path_factory, data):
+    raw = copy.deepcopy(whole["llama3"])
+    put(data.draw(st.sampled_from(ODD)), *data.draw(st.sampled_from(list(nodes(raw)))))(raw)
+    names = ("bos_token", "eos_token", "unk_token", "chat_template")
+    config = {name: data.draw(st.sampled_from(ODD)) for name in names}
+    stop = {"eos_token_id": data.draw(st.sampled_from(ODD))}
+    folder = write(tmp_path_factory.mktemp("odd"), raw, tokenizer_config=config, generation_config=stop)
+    try:
+        Tokenizer.from_file(folder).encode("abc 1", add_special=True)
+    except TokenizerError as error:
+        assert "\n" not in str(error)
+
+
 @pytest.mark.parametrize("behavior", ["Removed", "MergedWithNext", "Contiguous"])
 def test_other_ways_of_splitting_are_refused(whole, tmp_path, behavior):
     raw = copy.deepcopy(whole["llama3"])
@@ -218,6 +256,16 @@ def test_gguf_says_what_surrounds_a_text():
     assert both.eos_ids == (257, 258)
     assert Tokenizer.from_gguf(gguf(pre="llama-bpe")).encode("ab", add_special=True) == [257, 256]
     assert Tokenizer.from_gguf(gguf(pre="llama-bpe", add_bos_token=False)).encode("ab", add_special=True) == [256]
+
+
+def test_gguf_families_differ():
+    names = [*BYTE_TO_CHAR.values(), "xyz"]  # whole words are tokens in Llama-3 alone
+    whole_words = {"tokens": names, "token_type": None, "merges": [], "bos_token_id": None, "eos_token_id": None}
+    for pre in ("gpt-2", "smollm", "qwen2", "llama-bpe"):
+        ours = Tokenizer.from_gguf(gguf(pre=pre, **whole_words))
+        assert (ours.encode("xyz") == [256]) == (pre == "llama-bpe")
+        assert (ours.decode(ours.encode("e\u0301")) == "\u00e9") == (pre == "qwen2")
+        assert len(ours.split("123")) == {"gpt-2": 1, "llama-bpe": 1}.get(pre, 3)
 
 
 def test_smollm2_fields(smollm2_gguf_fields):
