@@ -3,13 +3,13 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizer_references import trained
 from transformers import PreTrainedTokenizerFast
 
 from minillm import chat_template
 from minillm.errors import TokenizerError
 from minillm.tokenizer import Tokenizer, train_bpe
 from minillm.vocabulary import Vocabulary
+from tests.tokenizer_references import trained
 
 TALK = [
     {"role": "system", "content": "Be brief."},
@@ -37,14 +37,14 @@ def reference():
 
 
 @pytest.fixture(scope="module")
-def smollm2(smollm2_gguf_fields):
+def tokenizer(smollm2_gguf_fields):
     return Tokenizer.from_gguf(smollm2_gguf_fields)
 
 
 @pytest.mark.parametrize("prompt", [False, True])
 @pytest.mark.parametrize("template", ["smollm2", LLAMA3, TRIMMED])
-def test_text_equals_that_of_transformers(reference, smollm2, template, prompt):
-    template = smollm2.vocabulary.chat_template if template == "smollm2" else template
+def test_text_equals_that_of_transformers(reference, tokenizer, template, prompt):
+    template = tokenizer.vocabulary.chat_template if template == "smollm2" else template
     names = {"bos_token": "<|begin|>", "eos_token": "<|end|>"}
     for tools in (None, TOOLS):
         for talk in (TALK, TALK[1:], TALK[1:2]):
@@ -55,13 +55,13 @@ def test_text_equals_that_of_transformers(reference, smollm2, template, prompt):
             assert chat_template.render(template, talk, prompt, {**names, **extra}) == expected
 
 
-def test_smollm2_speaks_by_its_own_template(smollm2):
-    text = smollm2.apply_chat_template([{"role": "user", "content": "Hi"}])
+def test_smollm2_speaks_by_its_own_template(tokenizer):
+    text = tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}])
     assert text.startswith("<|im_start|>system\nYou are a helpful AI assistant named SmolLM")
     assert text.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
-    ids = smollm2.encode(text, allow_special=True)
-    assert ids.count(smollm2.special_tokens["<|im_start|>"]) == 3
-    assert smollm2.encode_chat([{"role": "user", "content": "Hi"}]) == ids
+    ids = tokenizer.encode(text, allow_special=True)
+    assert ids.count(tokenizer.special_tokens["<|im_start|>"]) == 3
+    assert tokenizer.encode_chat([{"role": "user", "content": "Hi"}]) == ids
 
 
 def test_the_date_is_the_readers_choice_of_form():
@@ -74,14 +74,14 @@ def test_the_date_is_the_readers_choice_of_form():
         st.sampled_from(["<|im_end|>", "<|im_start|>", "<", "|im_end|>", "<|", "\ufdd0", "\ufdd1", "a", " "])
     )
 )
-def test_no_message_can_write_a_control_token(smollm2, parts):
+def test_no_message_can_write_a_control_token(tokenizer, parts):
     text = "".join(parts)
     talk = [{"role": "system", "content": "s"}, {"role": "user", "content": text}]
-    ids = smollm2.encode_chat(talk)
-    safe = smollm2.encode_chat([talk[0], {"role": "user", "content": ""}])
-    for index in smollm2.special_tokens.values():
+    ids = tokenizer.encode_chat(talk)
+    safe = tokenizer.encode_chat([talk[0], {"role": "user", "content": ""}])
+    for index in tokenizer.special_tokens.values():
         assert ids.count(index) == safe.count(index)
-    assert smollm2.decode(ids) == smollm2.apply_chat_template(talk)
+    assert tokenizer.decode(ids) == tokenizer.apply_chat_template(talk)
 
 
 def test_guarding_reaches_overlapping_and_one_letter_tokens():
@@ -95,10 +95,10 @@ def test_guarding_reaches_overlapping_and_one_letter_tokens():
     assert ours.decode(ids) == "%|x|%|x|x|%|x|"
 
 
-def test_messages_that_use_up_every_mark_are_refused(smollm2):
+def test_messages_that_use_up_every_mark_are_refused(tokenizer):
     every = "".join(map(chr, range(0xFDD0, 0xFDF0)))
     with pytest.raises(TokenizerError, match="noncharacters"):
-        smollm2.encode_chat([{"role": "user", "content": every}])
+        tokenizer.encode_chat([{"role": "user", "content": every}])
 
 
 @pytest.mark.parametrize(
@@ -154,8 +154,8 @@ def test_a_failing_template_is_one_line(template, match):
         ([{"role": "user", "content": [{"type": "text", "text": "a"}]}], "content must be a string"),
     ],
 )
-def test_malformed_messages_are_refused(smollm2, messages, match):
-    for use in (smollm2.apply_chat_template, smollm2.encode_chat):
+def test_malformed_messages_are_refused(tokenizer, messages, match):
+    for use in (tokenizer.apply_chat_template, tokenizer.encode_chat):
         with pytest.raises(TokenizerError, match=match):
             use(messages)
 

@@ -11,13 +11,13 @@ import pytest
 import tokenizers
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tokenizer_references import OTHER_SCRIPTS, SPECIAL, from_gguf, pre_tokenizer, trained
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 import minillm.tokenizer as module
 from minillm.errors import TokenizerError
 from minillm.tokenizer import StreamDecoder, Tokenizer, train_bpe
 from minillm.vocabulary import BYTE_TO_CHAR, token_to_bytes
+from tests.tokenizer_references import OTHER_SCRIPTS, SPECIAL, from_gguf, pre_tokenizer, trained
 
 ALL_TOPICS = "\n".join(topics.values())
 FAMILIES = ("smollm", "gpt2", "llama3", "qwen2")
@@ -135,9 +135,9 @@ def test_normal_form_c_comes_first_in_qwen2(trios):
 
 @pytest.mark.parametrize("word", ["a" * 100_000, "=" * 100_000, " " * 100_000, "\n " * 50_000, "1" * 100_000])
 def test_a_long_word_takes_linear_time(trio, word):
-    start = time.perf_counter()
+    start = time.process_time()
     ids = trio[0].encode(word)
-    assert time.perf_counter() - start < 2
+    assert time.process_time() - start < 2
     assert trio[0].decode(ids) == word
 
 
@@ -327,9 +327,9 @@ def test_training_equals_a_recount_before_each_merge(text, pattern, count):
 
 @pytest.mark.parametrize("pattern", ["gpt2", "llama3"])
 def test_a_thousand_merges_of_the_topics_equal_those_of_tokenizers(pattern):
-    start = time.perf_counter()
+    start = time.process_time()
     ours = train_bpe(topics.values(), 1256, pattern)
-    assert time.perf_counter() - start < 10
+    assert time.process_time() - start < 10
     reference = tokenizers.Tokenizer(models.BPE())
     reference.pre_tokenizer = pre_tokenizer(pattern)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
