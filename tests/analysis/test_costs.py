@@ -187,6 +187,14 @@ def test_a_step_of_experts_reads_the_chosen_ones_and_then_all():
     assert "gate_up_proj" not in one
 
 
+def test_activations_of_experts_are_those_of_every_copy_and_their_sum():
+    ops, d, f, copies = by_name(model_config("Mixtral-8x7B"), Step.prefill(5)), 4096, 14336, 5 * 2
+    products = (d + 2 * f) + (f + d)  # in and out of the two matrix products of one copy
+    assert ops["experts"].activation_bytes == 2 * 32 * (copies * (products + d) + 5 * d)
+    assert ops["swiglu"].activation_bytes == 2 * 32 * copies * 3 * f
+    assert ops["router"].activation_bytes == 2 * 32 * 5 * (d + 8)
+
+
 def test_dense_first_layers_and_shared_experts_of_deepseek_v3():
     config = model_config("DeepSeek-V3")
     ops = by_name(config, Step.decode(0))

@@ -110,6 +110,7 @@ def test_more_ranks_than_kv_heads_means_copies_and_mla_is_never_split():
     llama, deepseek = model_config("Llama-3-70B"), model_config("DeepSeek-V3")
     assert kv_bytes(llama, 100, tensor_parallel=16) == kv_bytes(llama, 100, tensor_parallel=8)
     assert kv_bytes(deepseek, 100, tensor_parallel=8) == kv_bytes(deepseek, 100)
+    assert kv_bytes(llama, 100, tensor_parallel=3) == kv_bytes(llama, 100) * 3 / 8  # heads are never halved
 
 
 def test_impossible_lengths_are_refused():
