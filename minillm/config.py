@@ -130,7 +130,7 @@ def _read_fields(raw: Mapping[str, Any], model_type: str) -> dict[str, Any]:
     rope_theta, rope_scaling = _rope(raw)
     mla = raw.get("kv_lora_rank") is not None
     experts = next((raw[k] for k in ("num_experts", "n_routed_experts", "num_local_experts") if raw.get(k)), 0)
-    qkv_bias = bool(raw.get("attention_bias", model_type == "qwen2"))
+    qkv_bias = bool(raw.get("attention_bias", model_type in {"qwen2", "gpt_oss"}))
     values = {
         "model_type": model_type,
         "vocab_size": _integer(raw, "vocab_size"),
@@ -144,7 +144,7 @@ def _read_fields(raw: Mapping[str, Any], model_type: str) -> dict[str, Any]:
         "rms_norm_eps": _number(raw, "rms_norm_eps", 1e-6),
         "rope_theta": rope_theta,
         "rope_scaling": rope_scaling,
-        "tie_word_embeddings": bool(raw.get("tie_word_embeddings", False)),
+        "tie_word_embeddings": bool(raw.get("tie_word_embeddings", model_type == "gemma3_text")),
         "attention_bias": qkv_bias,
         "attention_out_bias": qkv_bias and model_type != "qwen2",
         "mlp_bias": bool(raw.get("mlp_bias", False)),
@@ -192,11 +192,9 @@ def _layer_types(raw: Mapping[str, Any], model_type: str, layers: int, window: i
     if model_type == "qwen2" or model_type == "qwen3":
         first = raw.get("max_window_layers", layers)
         return tuple("sliding_attention" if i >= first else "full_attention" for i in range(layers))
-    every = raw.get("sliding_window_pattern", 2 if model_type == "gpt_oss" else None)
+    every = raw.get("sliding_window_pattern", {"gpt_oss": 2, "gemma3_text": 6}.get(model_type))
     if every is None:
         return ("sliding_attention",) * layers
-    if model_type == "gpt_oss":
-        return tuple("sliding_attention" if (i + 1) % 2 else "full_attention" for i in range(layers))
     return tuple("full_attention" if (i + 1) % every == 0 else "sliding_attention" for i in range(layers))
 
 

@@ -92,7 +92,7 @@ def apply_rotary(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
 
 def rotary_frequencies(config: ModelConfig, dim: int) -> tuple[Tensor, float]:
     """Angle per position for each of the dim/2 pairs, and the factor YaRN puts on cos and sin."""
-    base = config.rope_theta ** (-torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+    base = 1.0 / config.rope_theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
     scaling = config.rope_scaling
     if scaling is None:
         return base, 1.0

@@ -28,10 +28,14 @@ class Block(nn.Module):
     def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], cache) -> Tensor:
         with region("attn_norm"):
             h = self.attn_norm(x)
-        x = x + self.attention(h, rotation, cache)
+        found = self.attention(h, rotation, cache)
+        with region("residual"):
+            x = x + found
         with region("ffn_norm"):
             h = self.ffn_norm(x)
-        return x + self.mlp(h)
+        found = self.mlp(h)
+        with region("residual"):
+            return x + found
 
 
 class Transformer(nn.Module):

@@ -13,7 +13,8 @@ import torch
 from minillm import checkpoint
 from minillm.gguf_file import GGUFFile
 
-torch.set_num_threads(min(2, os.cpu_count() or 1))
+if "OMP_NUM_THREADS" not in os.environ:
+    torch.set_num_threads(min(2, os.cpu_count() or 1))
 
 
 @pytest.fixture(scope="session")

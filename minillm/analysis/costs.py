@@ -5,7 +5,7 @@ own counter does), element-wise operators by their arithmetic. Bytes: each opera
 once and writes its outputs once, with nothing kept in a cache between operators. So the bytes are those that an
 unfused implementation must move, and a fused one undercuts the activations but never the weights or the KV cache.
 
-The two residual additions of a block are counted with its `ffn_norm`; the other norms are norms alone.
+The two residual additions of a block are one operator, `residual`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = [
 # Every name a step can have, in the order in which the operators run.
 OPERATORS = (
     "embed", "attn_norm", "qkv_proj", "q_proj", "q_a_proj", "q_a_norm", "q_b_proj", "kv_a_proj", "kv_a_norm",
-    "qk_norm", "rotary", "kv_write", "kv_b_proj", "q_absorb", "attention", "v_absorb", "o_proj", "ffn_norm",
+    "qk_norm", "rotary", "kv_write", "kv_b_proj", "q_absorb", "attention", "v_absorb", "o_proj", "residual", "ffn_norm",
     "router", "gate_up_proj", "experts", "shared_experts", "swiglu", "down_proj", "final_norm", "lm_head",
 )  # fmt: skip
 
@@ -45,6 +45,7 @@ def step_costs(
     ops = [_embed(config, step, precision)]
     ops.append(_norm(config, "attn_norm", step, precision, weights))
     ops += attention_costs(config, step, precision, weights, absorbed)
+    ops.append(_residual(config, step, precision))
     ops.append(_norm(config, "ffn_norm", step, precision, weights))
     ops += _ffn(config, step, precision, weights)
     ops.append(_norm(config, "final_norm", step, precision, weights))
@@ -62,14 +63,19 @@ def _embed(config: ModelConfig, step: Step, precision: Precision) -> OpCost:
 
 
 def _norm(config: ModelConfig, name: str, step: Step, precision: Precision, weights: Weights) -> OpCost:
-    """RMSNorms of one kind. `ffn_norm` has the block's residual additions too; the final norm needs only the rows
-    that go on to the head."""
+    """RMSNorms of one kind; the final one needs only the rows that go on to the head."""
     d, layers = config.hidden_size, config.num_hidden_layers
     count = 1 if name == "final_norm" else norms_per_block(config) // 2 * layers
     normed = step.rows if name == "final_norm" else count * step.tokens
-    added = 2 * layers * step.tokens if name == "ffn_norm" else 0
-    moved = (2 * normed + 3 * added) * d * precision.activation_bytes  # an addition reads two and writes one
-    return OpCost(name, count, d * (NORM_FLOPS * normed + added), weights.bytes[name], moved)
+    return OpCost(
+        name, count, d * NORM_FLOPS * normed, weights.bytes[name], 2 * normed * d * precision.activation_bytes
+    )
+
+
+def _residual(config: ModelConfig, step: Step, precision: Precision) -> OpCost:
+    """The two additions of a block: each reads two rows and writes one."""
+    added = 2 * config.num_hidden_layers * step.tokens * config.hidden_size
+    return OpCost("residual", 2 * config.num_hidden_layers, added, 0, 3 * added * precision.activation_bytes)
 
 
 def _ffn(config: ModelConfig, step: Step, precision: Precision, weights: Weights) -> list[OpCost]:

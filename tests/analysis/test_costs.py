@@ -22,7 +22,18 @@ from minillm.analysis import (
 )
 from minillm.errors import RequestError
 
-ELEMENTWISE = {"embed", "attn_norm", "ffn_norm", "final_norm", "qk_norm", "q_a_norm", "kv_a_norm", "rotary", "swiglu"}
+ELEMENTWISE = {
+    "embed",
+    "attn_norm",
+    "residual",
+    "ffn_norm",
+    "final_norm",
+    "qk_norm",
+    "q_a_norm",
+    "kv_a_norm",
+    "rotary",
+    "swiglu",
+}
 FLOAT32 = Precision("float32", "float32", "float32")
 
 
@@ -223,12 +234,12 @@ def test_every_real_model_has_known_operators_in_running_order():
             assert op.intensity == op.flops / op.bytes
 
 
-def test_norms_and_the_residual_additions_counted_with_the_second():
+def test_norms_and_residual_additions():
     ops = by_name(model_config("SmolLM2-135M"), Step.prefill(10))
     d, layers = 576, 30
-    assert ops["attn_norm"].flops == 4 * 10 * d * layers
-    assert ops["ffn_norm"].flops == (4 + 2) * 10 * d * layers
-    assert ops["ffn_norm"].activation_bytes == 2 * (2 + 6) * 10 * d * layers
+    assert ops["attn_norm"].flops == ops["ffn_norm"].flops == 4 * 10 * d * layers
+    assert ops["residual"].flops == 2 * 10 * d * layers
+    assert ops["residual"].activation_bytes == 2 * 6 * 10 * d * layers
     assert ops["final_norm"].flops == 4 * d
 
 

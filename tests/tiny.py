@@ -1,0 +1,81 @@
+"""Tiny random models, written to disk by transformers itself, so that what minillm loads was not made by minillm."""
+
+from __future__ import annotations
+
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+VOCAB = 320
+SHAPE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,  # not hidden_size / num_attention_heads, which is 8
+    "max_position_embeddings": 512,
+    "eos_token_id": 1,
+    "bos_token_id": None,
+}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 64}  # fmt: skip
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}
+
+# name -> (class name, what it adds to SHAPE)
+FAMILIES = {
+    "llama": ("Llama", {}),
+    "llama-mqa-tied": ("Llama", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
+    "llama-mha-bias": ("Llama", {"num_key_value_heads": 6, "attention_bias": True, "mlp_bias": True}),
+    "llama-3.1-rope": ("Llama", {"rope_parameters": LLAMA3}),
+    "llama-linear-rope": ("Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}),
+    "llama-yarn": ("Llama", {"rope_parameters": YARN}),
+    "yarn-mscale": ("Llama", {"rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.5, "beta_fast": 16}}),
+    "mistral-window": ("Mistral", {"sliding_window": 7}),
+    "mistral-no-window": ("Mistral", {"sliding_window": None}),
+    "qwen2": ("Qwen2", {}),
+    "qwen2-window": ("Qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
+    "qwen3": ("Qwen3", {}),
+    "qwen3-tied": ("Qwen3", {"tie_word_embeddings": True, "attention_bias": True}),
+}
+
+
+def make(name: str, seed: int = 0, **changes):
+    """A transformers model in float32 with random weights, norms and biases included."""
+    kind, extra = FAMILIES[name]
+    config = getattr(transformers, f"{kind}Config")(**{**SHAPE, **extra, **changes})
+    torch.manual_seed(seed)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).float().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:  # transformers starts norms at one and biases at zero, which would hide mistakes
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+            else:
+                parameter.mul_(3)  # attention far from uniform
+    return model
+
+
+def write_tokenizer(folder) -> Tokenizer:
+    """A byte-level BPE tokenizer of VOCAB ids at most, with an end token 1, in the folder."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB,
+        special_tokens=["<start>", "<end>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(["the cat sat on the mat and the dog sat on the log " * 20], trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "<end>"}')
+    return tokenizer
+
+
+def save(name: str, folder, **changes):
+    """Writes the model, sharded, and a tokenizer. Returns the transformers model."""
+    model = make(name, **changes)
+    model.save_pretrained(folder, max_shard_size="60KB")
+    write_tokenizer(folder)
+    return model
