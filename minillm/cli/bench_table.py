@@ -1,0 +1,64 @@
+"""The values of `bench`, for a person."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .common import print_rows, size_text
+
+
+def print_table(v: dict[str, Any]) -> None:
+    """Prints what `bench --json` prints as blocks of aligned rows."""
+    print(f"{v['model']} on {v['device']}, {v['threads']} threads, torch {v['torch']}, {v['date'][:10]}")
+    print(f"weights {v['layout']} (--dtype {v['dtype']}); medians of {v['rounds']} rounds\n")
+    ms = v["decode_ms"]
+    print_rows(
+        "Speed",
+        [
+            ("decode, batch 1", f"{v['decode_tok_s']:.1f} tok/s",
+             f"{ms['median']:.2f} ms a step, {ms['p10']:.2f} to {ms['p90']:.2f} (10 to 90%)"),
+            ("prefill", f"{v['prefill_tok_s']:.0f} tok/s", f"{v['prefill_tokens']} tokens in {v['prefill_ms']:.0f} ms"),
+            ("load", f"{v['load_s']:.2f} s", f"choosing the layout apart: {v['layout_measurement_s']:.2f} s"),
+            ("peak memory", f"{v['peak_rss_mb']:.0f} MB", f"{size_text(v['weight_bytes_held'])} of it weights"),
+        ],
+    )  # fmt: skip
+    print_rows(
+        "Bound of decoding",
+        [
+            ("read bandwidth", f"{v['read_bandwidth_gb_s']:.1f} GB/s", "measured in this run"),
+            (
+                "bytes read a step",
+                size_text(v["bytes_per_step"]),
+                f"KV cache {size_text(v['kv_bytes_per_step'])} of it",
+            ),
+            ("so at least", f"{v['decode_bound_ms']:.2f} ms", "bytes / bandwidth"),
+            ("fraction reached", f"{v['decode_fraction_of_roofline']:.0%}", "bound / measured"),
+        ],
+    )
+    if "transformers" in v:
+        _print_comparison(v, v["transformers"])
+    if "quality" in v:
+        _print_quality(v["quality"])
+
+
+def _print_comparison(v: dict[str, Any], theirs: dict[str, Any]) -> None:
+    faster = {name: f"minillm is {theirs[f'{name}_speedup']:.2f} times as fast" for name in ("decode", "prefill")}
+    print_rows(
+        f"Against transformers {theirs['version']}, {theirs['dtype']}, in turns",
+        [
+            ("decode", f"{theirs['decode_tok_s']:.1f} tok/s", faster["decode"]),
+            ("prefill", f"{theirs['prefill_tok_s']:.0f} tok/s", faster["prefill"]),
+            ("same tokens", f"{theirs['same_tokens']} of {v['output_tokens'] + 1}", "before the first that differs"),
+        ],
+    )  # fmt: skip
+
+
+def _print_quality(q: dict[str, Any]) -> None:
+    print_rows(
+        f"Against float32, {q['tokens']} tokens of {q['text']}, sha256 {q['sha256'][:8]}",
+        [
+            ("KL divergence", f"{q['kl_to_float32']:.2e}", "nats a token"),
+            ("same first choice", f"{q['top1_agreement']:.1%}", ""),
+            ("loss", f"{q['loss']:.4f}", f"nats a token; float32 {q['loss_float32']:.4f}"),
+        ],
+    )

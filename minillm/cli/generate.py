@@ -1,0 +1,69 @@
+"""`python -m minillm generate`: continues raw text."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+
+from ..errors import RequestError
+from . import common
+
+EXAMPLES = """
+python -m minillm generate "The capital of France is" --max-tokens 16
+python -m minillm generate "Once upon a time" --temperature 0.8 --top-p 0.9 --seed 7 --n 3
+python -m minillm generate "1, 2, 3," --stop "10" --json
+cat notes.txt | python -m minillm generate - --max-tokens 64
+"""
+
+
+def add_parser(commands) -> None:
+    parser = common.add_command(
+        commands,
+        "generate",
+        run,
+        "continue a text",
+        EXAMPLES,
+        description="Continue PROMPT as raw text, without a chat template. The text streams as it is drawn; with "
+        "--json it comes whole, with its token ids and times, and with --n all answers under `completions`.",
+    )
+    parser.add_argument("prompt", nargs="?", metavar="PROMPT", help='the text to continue; "-" reads stdin')
+    parser.add_argument("--prompt-ids", metavar="IDS", help="token ids instead of a text, such as 504,3575,282")
+    common.add_json(parser)
+    common.add_model_options(parser)
+    common.add_sampling_options(parser, temperature=0.0, top_p=1.0, max_tokens=64)
+    parser.add_argument("--logprobs", type=int, metavar="K", help="with --json: log-probabilities and the K likeliest")
+    parser.add_argument("--n", type=int, default=1, metavar="N", help="answers to draw (default: 1)")
+
+
+def run(args: argparse.Namespace) -> int:
+    params = common.sampling_params(args)  # a bad number is told before anything is loaded
+    if args.logprobs is not None and not args.json:
+        raise RequestError("--logprobs is printed in JSON alone; add --json")
+    prompt = _prompt(args)
+    model, tokenizer = common.load(args)
+    from .. import generate
+
+    prompt = generate.encode_prompt(model, tokenizer, prompt)
+    if not args.json:
+        for sequence in range(params.n):
+            if params.n > 1:
+                print(f"--- {sequence + 1} of {params.n}")
+            chunks = generate.stream(model, tokenizer, prompt, replace(params, n=1), sequence=sequence)
+            common.show(chunk.text for chunk in chunks)
+            print()
+        return 0
+    answers = [common.completion_values(c) for c in generate.generate_n(model, tokenizer, prompt, params)]
+    values = {**answers[0], "seed": params.seed, "layout": model.layout, "device": str(model.device)}
+    common.print_json(values if params.n == 1 else values | {"completions": answers})
+    return 0
+
+
+def _prompt(args: argparse.Namespace) -> str | list[int]:
+    if (args.prompt is None) == (args.prompt_ids is None):
+        raise RequestError("give one prompt: a text, - for stdin, or --prompt-ids")
+    if args.prompt is not None:
+        return common.read_text(args.prompt)
+    try:
+        return [int(part) for part in args.prompt_ids.replace(",", " ").split()]
+    except ValueError:
+        raise RequestError(f"--prompt-ids is {args.prompt_ids!r}; give whole numbers with commas between") from None
