@@ -69,6 +69,8 @@ class GGUFFile(Mapping):
         heads = self._permuted_heads(name)
         if heads is None:
             return weight
+        if weight.shape[0] % (2 * heads):
+            raise CheckpointError(f"tensor {name} has {weight.shape[0]} rows, not whole pairs for {heads} heads")
         return weight.map(lambda rows: _unpermute(rows, heads)) if int4 else _unpermute(weight, heads)
 
     def _permuted_heads(self, name: str) -> int | None:
