@@ -7,6 +7,7 @@ part of the wall time no region covers is a row of its own, "overhead": Python, 
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from .roofline import Prediction, predict_op
 
 OVERHEAD = "overhead"
 _STEP = "minillm::step"
+_KINETO_SILENT = "6"  # torch's tracer notes every start and stop on stderr; it reads its level when first used
 
 
 @dataclass(frozen=True)
@@ -126,6 +128,7 @@ def _profiled(fn: Callable[[], object], device: str) -> tuple[float, list[Span]]
     """(wall seconds, spans in order of their start) of one run under the profiler."""
     from torch.profiler import ProfilerActivity, profile, record_function
 
+    os.environ.setdefault("KINETO_LOG_LEVEL", _KINETO_SILENT)
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device == "cuda" else [])
     _synchronise(device)
     with profile(activities=activities, acc_events=True) as profiler, record_function(_STEP):

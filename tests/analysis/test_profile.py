@@ -1,6 +1,8 @@
 """The profiler: regions joined with predictions, overhead by name, a timeline that Perfetto can read."""
 
 import json
+import subprocess
+import sys
 import time
 from itertools import pairwise
 
@@ -112,6 +114,17 @@ def test_a_trace_that_cannot_be_written_is_one_line(table, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(RequestError, match="cannot be written"):
         table.export_perfetto(tmp_path / "file" / "step.json")
+
+
+def test_looking_prints_nothing():
+    """In a process of its own: torch's tracer takes its log level when it is first used."""
+    code = (
+        "import torch; from minillm.analysis import Hardware, profile_step; from minillm.layers import region\n"
+        "def work():\n    with region('attention'):\n        torch.ones(3) + 1\n"
+        "profile_step(work, [], Hardware('toy', 1, 1e9, {'float32': 1e10}), 'float32', repeats=1)"
+    )
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert (told.stdout, told.stderr) == ("", "")
 
 
 def test_a_step_without_regions_is_refused():
