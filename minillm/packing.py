@@ -15,7 +15,6 @@ next. Everything but float32 rounds: `python -m minillm bench` says what that ch
 from __future__ import annotations
 
 import platform
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -194,7 +193,8 @@ def choose_layouts(int4_codes: bool) -> Choice:
         "threads": torch.get_num_threads(),
         "int4": int4_codes,
     }
-    value = remembered(f"layouts{'-int4' if int4_codes else ''}.json", key, lambda: _measure(int4_codes))
+    name = f"layouts{'-int4' if int4_codes else ''}-{key['threads']}-threads.json"
+    value = remembered(name, key, lambda: _measure(int4_codes))
     return Choice(value["few"], value["many"], value["turn"])
 
 
@@ -227,14 +227,14 @@ def _decode_and_prefill(seconds: dict[int, float]) -> float:
 
 
 def _time(layers: list, x: Tensor, rounds: int = 5) -> float:
-    """Median seconds of one layer."""
+    """Seconds of one layer in the fastest round: other work on the machine only adds to the rest."""
     times = []
-    for _ in range(rounds + 1):  # the first is warm-up
+    for _ in range(rounds):
         start = time.perf_counter()
         for layer in layers:
             layer(x)
         times.append((time.perf_counter() - start) / len(layers))
-    return statistics.median(times[1:])
+    return min(times)
 
 
 def _microseconds(seconds: dict) -> dict:

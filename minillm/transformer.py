@@ -45,10 +45,10 @@ class Transformer(nn.Module):
     of a small model. Built from a mapping of tensors with Hugging Face's names; see `from_tensors`.
     """
 
-    def __init__(self, config: ModelConfig, embedding: Tensor, blocks: list[Block], head: nn.Module) -> None:
+    def __init__(self, config: ModelConfig, embedding: nn.Parameter, blocks: list[Block], head: nn.Module) -> None:
         super().__init__()
         self.config = config
-        self.embedding = nn.Parameter(embedding, requires_grad=False)
+        self.embedding = embedding
         self.rotary = Rotary(config)
         self.blocks = nn.ModuleList(blocks)
         self.final_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -108,14 +108,15 @@ def from_tensors(config: ModelConfig, tensors: Mapping[str, Weight], make_linear
         )
     make_linear = make_linear or linear_maker("float32", int4_codes=False)[0]
     taken = _Taken(tensors)
-    embedding = taken("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
+    embedding = as_float(taken("model.embed_tokens.weight", (config.vocab_size, config.hidden_size)))
+    embedding = nn.Parameter(embedding, requires_grad=False)
     blocks = [_block(config, i, taken, make_linear) for i in range(config.num_hidden_layers)]
     head = taken.optional("lm_head.weight", (config.vocab_size, config.hidden_size))
     if config.tie_word_embeddings or head is None:
         if not config.tie_word_embeddings:
             raise CheckpointError("tensor lm_head.weight is missing and the config does not tie it; get the whole file")
         head = embedding  # a copy in the file is ignored: tied means tied
-    model = Transformer(config, as_float(embedding), blocks, make_linear([head], None))
+    model = Transformer(config, embedding, blocks, make_linear([head], None))
     model.final_norm.weight = nn.Parameter(taken("model.norm.weight", (config.hidden_size,)), requires_grad=False)
     taken.finish()
     return model.eval()

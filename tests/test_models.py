@@ -40,6 +40,11 @@ def test_logits_equal_transformers(pair):
     assert (logits - expected).abs().max() < 1e-3 * expected.abs().max()
 
 
+def test_parameters_are_counted_once(pair):
+    theirs, ours = pair
+    assert sum(p.numel() for p in ours.parameters()) == sum(p.numel() for p in theirs.parameters())
+
+
 @torch.inference_mode()
 def test_cached_decode_equals_transformers(pair):
     """Prefill of 20, then one token at a time: rotary positions, windows and the cache all move."""

@@ -42,7 +42,8 @@ def this_machine(device: str = "cpu", refresh: bool = False) -> Hardware:
     """
     key, now = _identity(device), datetime.datetime.now(datetime.UTC)
     for fresh in (refresh, True):  # a cache that cannot be believed is measured again
-        value = remembered(f"ceilings-{device}.json", key, lambda: asdict(measure(device)), fresh)
+        name = f"ceilings-{device}-{key['threads']}-threads.json"
+        value = remembered(name, key, lambda: asdict(measure(device)), fresh)
         if (known := _believed(value, now)) is not None:
             _warn_if_busy(known)
             return known

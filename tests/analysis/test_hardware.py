@@ -61,7 +61,7 @@ def cache(tmp_path, monkeypatch):
         return Hardware("this", 16, 1e10 + len(calls), {"float32": 1e11}, measured=record)
 
     monkeypatch.setattr(ceilings, "measure", counted)
-    return tmp_path / "cache" / "ceilings-cpu.json", calls
+    return tmp_path / "cache" / f"ceilings-cpu-{torch.get_num_threads()}-threads.json", calls
 
 
 def test_measured_once_and_then_read(cache):

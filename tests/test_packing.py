@@ -1,0 +1,147 @@
+"""Promise: a layout changes how a matrix is stored, and its product by no more than the rounding it names."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from minillm import checkpoint, packing, storage
+from minillm.errors import CheckpointError
+from minillm.kv_cache import NoCache
+from minillm.packing import Choice, GroupedInt4, PackedLinear, available, choose_layouts, linear_maker, stack_rows
+from tests import tiny
+
+# relative error of one product: half a unit in the last place of the weights, and of x where the layout rounds x
+ROUNDING = {"float16": 1e-3, "bfloat16": 8e-3, "int4": 8e-3}
+
+
+def grouped(rows=64, columns=96, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 16, (rows, columns), generator=g, dtype=torch.uint8)
+    scale = torch.rand(rows, columns // 32, generator=g) / 50 + 0.001
+    return GroupedInt4(codes, scale, -scale * 8 + torch.randn(rows, columns // 32, generator=g) / 100)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 40])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("name", available())
+def test_products_equal_float64_to_the_layouts_rounding(name, rows, bias):
+    weight = grouped()
+    b = torch.randn(64) if bias else None
+    x = torch.randn(rows, 96)
+    expected = x.double() @ weight.dequantize().double().T + (0 if b is None else b.double())
+    y = PackedLinear(weight, b, Choice(name, name if name != "int4" else "float16", 100))(x)
+    assert y.dtype == torch.float32
+    assert (y - expected).norm() < ROUNDING[name] * expected.norm()
+
+
+def test_every_layout_of_this_cpu_is_found_by_multiplying():
+    assert set(available()) <= set(packing.LAYOUTS)
+
+
+def test_bytes_are_those_of_the_tensors():
+    weight = grouped()
+    for name in available():
+        layout = packing.LAYOUTS[name](weight, None)
+        bits = {"float16": 16, "bfloat16": 16, "int4": 5}[name]
+        assert layout.weight_bytes * 8 == bits * 64 * 96
+
+
+def test_rows_choose_the_layout():
+    if "int4" not in available():
+        return  # nothing to choose between on this CPU
+    layer = PackedLinear(grouped(), None, Choice("int4", "float16", 2))
+    x = torch.randn(3, 96)
+    assert torch.equal(layer(x[:2]), layer.few(x[:2]))
+    assert torch.equal(layer(x), layer.many(x))
+
+
+def test_stacking_keeps_codes_only_when_all_have_them():
+    a, b = grouped(seed=1), grouped(rows=32, seed=2)
+    both = stack_rows([a, b])
+    assert isinstance(both, GroupedInt4)
+    assert torch.equal(both.dequantize(), torch.cat([a.dequantize(), b.dequantize()]))
+    mixed = stack_rows([a, b.dequantize()])
+    assert torch.equal(mixed, both.dequantize())
+
+
+def test_float16_refuses_what_it_cannot_hold():
+    with pytest.raises(CheckpointError, match="exceeds 65504, the range of float16; load with --dtype float32"):
+        packing.Float16(torch.full((16, 32), 1e5), None)
+
+
+def test_the_choice_is_measured_once_and_remembered(tmp_path, monkeypatch):
+    monkeypatch.setenv("MINILLM_CACHE", str(tmp_path))
+    calls = []
+    measure = packing._measure
+    monkeypatch.setattr(packing, "_measure", lambda int4: calls.append(int4) or measure(int4))
+    first = choose_layouts(True)
+    assert choose_layouts(True) == first
+    assert calls == [True]
+    assert first.many != "int4"
+
+
+def test_an_unwritable_cache_costs_a_warning(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("MINILLM_CACHE", str(tmp_path / "file" / "inside"))
+    with pytest.warns(UserWarning, match="cannot be written"):
+        assert storage.remembered("x.json", {"a": 1}, lambda: {"b": 2}) == {"b": 2}
+
+
+@pytest.mark.parametrize("damage", ["", "{", "[]", '{"key": {"a": 1}}', '{"key": {"a": 2}, "value": {"b": 9}}'])
+def test_damaged_or_foreign_measurements_are_made_again(tmp_path, monkeypatch, damage):
+    monkeypatch.setenv("MINILLM_CACHE", str(tmp_path))
+    (tmp_path / "x.json").write_text(damage)
+    assert storage.remembered("x.json", {"a": 1}, lambda: {"b": 2}) == {"b": 2}
+    assert storage.remembered("x.json", {"a": 1}, lambda: {"b": 3}) == {"b": 2}  # and now it is kept
+
+
+def test_a_failed_write_leaves_nothing(tmp_path):
+    def fail(file):
+        file.write(b"half")
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left"):
+        storage.write_atomically(tmp_path / "deep" / "x", fail)
+    assert not [p for p in tmp_path.rglob("*") if p.is_file()]
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype", ["auto", "float16", "bfloat16"])
+def test_a_packed_model_is_the_model_to_its_rounding(tmp_path, dtype):
+    """On families with biases too. KL to the exact model stays small on a random model of sharp attention."""
+    tiny.save("llama-mha-bias", tmp_path)
+    if dtype not in ("auto", *available()):
+        with pytest.raises(CheckpointError, match="has no fast kernel on this CPU"):
+            linear_maker(dtype, False)
+        return
+    exact, packed = checkpoint.load_model(tmp_path), checkpoint.load_model(tmp_path, dtype)
+    tokens, positions = torch.arange(20), torch.arange(20)
+    p = exact.logits(exact(tokens, positions, NoCache(exact.config))).log_softmax(-1)
+    q = packed.logits(packed(tokens, positions, NoCache(packed.config))).log_softmax(-1)
+    assert (p.exp() * (p - q)).sum(-1).mean() < 0.05
+
+
+@torch.inference_mode()
+def test_what_auto_changes_on_the_default_model_is_measured(smollm2, smollm2_path):
+    """The loss that README states: mean KL to the exact model and agreement of the likeliest token, on real text."""
+    from pydoc_data.topics import topics
+
+    model, tokenizer = smollm2
+    fast, _ = checkpoint.load(smollm2_path, "auto")
+    ids = torch.tensor(tokenizer.encode(topics["lambda"] + topics["while"] + topics["with"])[:256])
+    rows = []
+    for m in (model, fast):
+        cache, out = packing_cache(m), []
+        for start in range(0, 256, 2):  # two rows at a time, as decode does, so that the layout for few rows runs
+            out.append(m.logits(m(ids[start : start + 2], torch.arange(start, start + 2), cache)))
+        rows.append(torch.cat(out).log_softmax(-1))
+    p, q = rows
+    assert (p.exp() * (p - q)).sum(-1).mean() < 5e-3
+    assert (p.argmax(-1) == q.argmax(-1)).float().mean() > 0.96
+
+
+def packing_cache(model):
+    from minillm.kv_cache import ContiguousCache
+
+    return ContiguousCache(model.config, 256)
