@@ -76,8 +76,10 @@ def shapes_flow(
 
 
 def shape_text(shape: str | Sequence) -> str:
-    """("T", 9, 64) -> "(T, 9, 64)"."""
-    return shape if isinstance(shape, str) else "(" + ", ".join(str(size) for size in shape) + ")"
+    """("T", 9, 64) -> "(T, 9, 64)", (14,) -> "(14,)"."""
+    if isinstance(shape, str):
+        return shape
+    return f"({', '.join(map(str, shape))}{',' if len(shape) == 1 else ''})"
 
 
 def attention_map(
