@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from .config import ModelConfig
-from .errors import CheckpointError
+from .errors import CheckpointError, ConfigError
 from .fetch import default_model_path, hub_folder
 from .gguf_file import GGUFFile
 from .packing import linear_maker
@@ -68,8 +68,8 @@ def _build(config: ModelConfig, tensors: Mapping, dtype: str, device: str, where
     make_linear, layout = linear_maker(dtype if on_cpu else "float32", keeps_codes)
     try:
         model = from_tensors(config, tensors, make_linear)
-    except CheckpointError as error:
-        raise CheckpointError(f"{where}: {error}") from None
+    except (CheckpointError, ConfigError) as error:
+        raise type(error)(f"{where}: {error}") from None
     model.layout = layout
     if not on_cpu:  # a GPU multiplies 16-bit matrices as they are
         target = {"auto": torch.bfloat16}.get(dtype) or getattr(torch, dtype)
