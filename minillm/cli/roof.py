@@ -53,8 +53,6 @@ def held_bytes(model: Transformer) -> int:
     and a matrix may be kept in two layouts."""
     from ..packing import PackedLinear
 
-    held = {tensor.data_ptr(): tensor.nbytes for tensor in model.parameters()}  # a tied head is the same memory
-    for layer in model.linears():
-        if isinstance(layer, PackedLinear):
-            held |= {id(layout): layout.weight_bytes for layout in (layer.few, layer.many)}
-    return sum(held.values())
+    packed = [layer for layer in model.linears() if isinstance(layer, PackedLinear)]
+    layouts = {id(layout): layout for layer in packed for layout in (layer.few, layer.many)}
+    return sum(p.nbytes for p in model.parameters()) + sum(layout.weight_bytes for layout in layouts.values())

@@ -1,0 +1,21 @@
+"""What the tests of the command line share: a tiny model that can chat, and a machine that needs no measuring."""
+
+from __future__ import annotations
+
+from minillm.analysis import Hardware
+from tests import tiny
+
+TEMPLATE = (
+    "{% for m in messages %}<start>{{ m.role }}: {{ m.content }}<end>{% endfor %}"
+    "{% if add_generation_prompt %}<start>assistant: {% endif %}"
+)
+MACHINE = Hardware(
+    "test machine", 8.0, 20e9, {"float32": 1e11, "bfloat16": 1e12}, measured={"date": "2026-01-02T03:04:05+00:00"}
+)
+
+
+def save(folder, family="llama"):
+    """Writes a tiny random model, a tokenizer and a chat template; returns the folder."""
+    tiny.save(family, folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
