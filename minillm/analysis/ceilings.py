@@ -1,9 +1,9 @@
 """The two ceilings of the machine at hand, measured with torch alone: memory bandwidth and matrix-product rate.
 
 Traps avoided: buffers larger than any cache; random numbers, since zeros draw less power and run faster than a real
-matrix (894 against 769–798 TFLOP/s on an H200); a warm-up before every timing; a device synchronise around it; the
-median of several runs. The result is cached as JSON and measured again when the processor, the torch version or the
-number of threads is another one.
+matrix (894 against 769–798 TFLOP/s on an H200); a warm-up before every timing; a device synchronise around it. A
+ceiling is the fastest of several runs: other work on the machine can only make a run slower. The result is cached as
+JSON and measured again when the processor, the torch version or the number of threads is another one.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from ..errors import RequestError
 from ..storage import remembered
 from .hardware import GIGA, Hardware
 
-METHOD = 2  # raise it when the way of measuring changes, so that old caches are measured again
+METHOD = 3  # raise it when the way of measuring changes, so that old caches are measured again
 _BUFFER = 512 << 20
 _SECONDS_A_CEILING = 0.4
-_RUNS = (3, 9)  # at least, at most
+_RUNS = (5, 15)  # at least, at most
 _STEADY = 1.5  # a median this many times the fastest run says that something else was running
 _MATMUL_SIZES = {"cpu": (1024, 2048), "cuda": (4096, 8192)}
 _MATMUL_DTYPES = {"cpu": ("float32", "bfloat16"), "cuda": ("float32", "float16", "bfloat16")}
@@ -142,8 +142,8 @@ class _Timer:
     def __init__(self, device: str) -> None:
         self.device, self.spread = device, 1.0
 
-    def median_seconds(self, work: Callable[[], object]) -> float:
-        """Median time of one call: after a warm-up, until the time is used up, but never fewer than three runs."""
+    def fastest_seconds(self, work: Callable[[], object]) -> float:
+        """Fastest time of one call: after a warm-up, until the time is used up, but never fewer than five runs."""
         self._run(work)
         seconds: list[float] = []
         least, most = _RUNS
@@ -151,9 +151,8 @@ class _Timer:
             start = time.perf_counter()
             self._run(work)
             seconds.append(time.perf_counter() - start)
-        median = statistics.median(seconds)
-        self.spread = max(self.spread, median / min(seconds))
-        return median
+        self.spread = max(self.spread, statistics.median(seconds) / min(seconds))
+        return min(seconds)
 
     def _run(self, work: Callable[[], object]) -> None:
         work()
@@ -177,9 +176,9 @@ def _bandwidths(timer: _Timer, buffer_bytes: int) -> tuple[float, float]:
     flat = matrix.view(-1)
     size = flat.numel() * 4
     products = (lambda: torch.mv(matrix, columns), lambda: torch.dot(flat, flat))
-    read = max(size / timer.median_seconds(product) for product in products)
+    read = max(size / timer.fastest_seconds(product) for product in products)
     half = flat.numel() // 2
-    return read, size / timer.median_seconds(lambda: flat[:half].copy_(flat[half : 2 * half]))
+    return read, size / timer.fastest_seconds(lambda: flat[:half].copy_(flat[half : 2 * half]))
 
 
 def _matmul_rate(timer: _Timer, dtype: str) -> float | None:
@@ -191,7 +190,7 @@ def _matmul_rate(timer: _Timer, dtype: str) -> float | None:
         try:
             left = torch.randn(size, size, device=timer.device).to(getattr(torch, dtype))
             right = torch.randn(size, size, device=timer.device).to(getattr(torch, dtype))
-            seconds = timer.median_seconds(lambda left=left, right=right: left @ right)
+            seconds = timer.fastest_seconds(lambda left=left, right=right: left @ right)
         except RuntimeError:
             continue
         rates.append(2 * size**3 / seconds)
