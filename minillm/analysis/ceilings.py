@@ -100,7 +100,8 @@ def _warn_if_busy(known: Hardware) -> None:
     if known.measured["spread"] > _STEADY:
         warnings.warn(
             f"{known.name} was busy while its ceilings were measured (median run {known.measured['spread']:.1f} times "
-            "the fastest), so they may be too low; call this_machine(refresh=True) when it is idle",
+            "the fastest), so they may be too low; measure again when it is idle: this_machine(refresh=True), or "
+            "python -m minillm demo --refresh",
             stacklevel=3,
         )
 
