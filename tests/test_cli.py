@@ -56,8 +56,10 @@ def run(capsys):
 
 
 @pytest.fixture
-def machine(monkeypatch):
+def machine(monkeypatch, tmp_path):
     """Measuring the real one takes seconds."""
+    (tmp_path / "ceilings-cpu.json").write_text("{}")
+    monkeypatch.setenv("MINILLM_CACHE", str(tmp_path))
     monkeypatch.setattr(minillm.analysis, "this_machine", lambda device, refresh=False: MACHINE)
     monkeypatch.setattr(minillm.analysis, "measure", lambda device: MACHINE)
 
@@ -271,8 +273,9 @@ def test_demo_of_one_token_has_no_rate(run, machine, options):
 
 def test_the_explanation_names_the_limit():
     bound = DecodeBound(weight_bytes=10**8, kv_bytes=0, bandwidth=10**10, arithmetic_s=0.001)  # 10 ms to read
-    assert "Memory bandwidth is the limit" in demo.explain(bound, 0.02)
-    assert "the other 10 ms" in demo.explain(bound, 0.02)
+    assert "Memory bandwidth was the limit" in demo.explain(bound, 0.018)
+    assert "The other 8 ms" in demo.explain(bound, 0.018)
+    assert "sets the floor" in demo.explain(bound, 0.03)
     assert "cache" in demo.explain(bound, 0.005)
     slow = DecodeBound(weight_bytes=10**8, kv_bytes=0, bandwidth=10**10, arithmetic_s=0.015)
     assert "Arithmetic was the limit" in demo.explain(slow, 0.02)

@@ -11,7 +11,7 @@ def print_table(v: dict[str, Any]) -> None:
     """Prints what `bench --json` prints as blocks of aligned rows."""
     print(f"{v['model']} on {v['device']}, {v['threads']} threads, torch {v['torch']}, {v['date'][:10]}")
     print(f"weights {v['layout']} (--dtype {v['dtype']}); medians of {v['rounds']} rounds\n")
-    ms = v["decode_ms"]
+    ms, weights = v["decode_ms"], size_text(v["weight_bytes_held"])
     print_rows(
         "Speed",
         [
@@ -19,7 +19,7 @@ def print_table(v: dict[str, Any]) -> None:
              f"{ms['median']:.2f} ms a step, {ms['p10']:.2f} to {ms['p90']:.2f} (10 to 90%)"),
             ("prefill", f"{v['prefill_tok_s']:.0f} tok/s", f"{v['prefill_tokens']} tokens in {v['prefill_ms']:.0f} ms"),
             ("load", f"{v['load_s']:.2f} s", f"choosing the layout apart: {v['layout_measurement_s']:.2f} s"),
-            ("peak memory", f"{v['peak_rss_mb']:.0f} MB", f"{size_text(v['weight_bytes_held'])} of it weights"),
+            ("peak memory", f"{v['peak_rss_mb']:.0f} MB", f"of the process; its weights, once loaded: {weights}"),
         ],
     )  # fmt: skip
     print_rows(
@@ -48,7 +48,7 @@ def _print_comparison(v: dict[str, Any], theirs: dict[str, Any]) -> None:
         [
             ("decode", f"{theirs['decode_tok_s']:.1f} tok/s", faster["decode"]),
             ("prefill", f"{theirs['prefill_tok_s']:.0f} tok/s", faster["prefill"]),
-            ("same tokens", f"{theirs['same_tokens']} of {v['output_tokens'] + 1}", "before the first that differs"),
+            ("tokens in common", f"{theirs['same_tokens']} of {v['output_tokens'] + 1}", "to the first difference"),
         ],
     )  # fmt: skip
 

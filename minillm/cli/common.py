@@ -154,11 +154,11 @@ def load(args: argparse.Namespace) -> tuple[Transformer, Tokenizer]:
 
 def load_tokenizer(source: str | None) -> Tokenizer:
     """The tokenizer alone; the weights of the model stay unread. Raises MinillmError."""
-    from .. import checkpoint
+    from ..fetch import locate
     from ..gguf_header import read_gguf
     from ..tokenizer import Tokenizer
 
-    path = checkpoint.locate(source)
+    path = locate(source)  # none of these needs torch, so the answer comes at once
     return Tokenizer.from_gguf(read_gguf(path)[0]) if path.is_file() else Tokenizer.from_file(path)
 
 

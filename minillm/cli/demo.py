@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import textwrap
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -54,10 +55,13 @@ def run(args: argparse.Namespace) -> int:
     params = SamplingParams(temperature=0, max_tokens=args.max_tokens)
     device = common.prepare(args)
     from ..analysis import this_machine
+    from ..storage import cache_dir
 
     started = time.perf_counter()
     model, tokenizer = common.load(args)
     load_s = time.perf_counter() - started
+    if args.refresh or not any(cache_dir().glob(f"ceilings-{device}*")):
+        common.say("Measuring this machine, once (some seconds)")
     hardware = this_machine(device, args.refresh)
     if not args.json:
         print(f"{args.question}\n")
@@ -147,7 +151,7 @@ def _print(v: dict[str, Any], bound: DecodeBound) -> None:
             ("fraction of the roofline", f"{fraction:.0%}", "predicted / measured"),
         ],
     )
-    print("\n" + explain(bound, v["tpot_s"]))
+    print("\n" + textwrap.fill(explain(bound, v["tpot_s"]), 100))
 
 
 def _ended(reason: str) -> str:
@@ -167,8 +171,11 @@ def explain(bound: DecodeBound, tpot_s: float) -> str:
             f"Arithmetic was the limit: the multiplications of one token take {seconds(bound.arithmetic_s)} at this "
             f"machine's matrix rate, longer than the {seconds(bound.seconds)} of reading the weights."
         )
-    return (
-        f"Memory bandwidth is the limit: each token reads every weight once, which takes {seconds(bound.seconds)}, "
-        f"while its arithmetic takes {seconds(bound.arithmetic_s)}; the other {seconds(tpot_s - bound.seconds)} are "
-        "no roofline's: kernels that do not read at full speed, and hundreds of small operators started one by one."
+    floor = (
+        f"each token reads every weight once, which takes {seconds(bound.seconds)}, and its arithmetic would take "
+        f"{seconds(bound.arithmetic_s)}. The other {seconds(tpot_s - bound.seconds)} went to kernels that read more "
+        "slowly than memory delivers, and to hundreds of small operators started one after another"
     )
+    if fraction >= 0.5:
+        return f"Memory bandwidth was the limit: {floor}."
+    return f"Memory bandwidth sets the floor: {floor}; other programs on this machine add to that."

@@ -11,8 +11,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Protocol
 
-from ..checkpoint import locate
 from ..errors import RequestError
+from ..fetch import locate
 from ..generate import generate
 from ..packing import choose_layouts
 from ..sampling_params import SamplingParams
