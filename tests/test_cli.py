@@ -196,6 +196,13 @@ def test_n_answers_and_log_probabilities(run, options, loaded):
     }
 
 
+def test_n_answers_stream_one_after_another(run, options, loaded):
+    shown = run("generate", "the", "--temperature", 1, "--max-tokens", 6, "--seed", 3, "--n", 2, *options)
+    answers = generate_n(*loaded, "the", SamplingParams(temperature=1, max_tokens=6, seed=3, n=2))
+    assert answers[0].text != answers[1].text
+    assert shown == "".join(f"--- {i + 1} of 2\n{answer.text}\n" for i, answer in enumerate(answers))
+
+
 def test_json_has_no_nan(run, capsys):
     """-inf, the log-probability of a masked token, has no word in JSON."""
     common.print_json({"a": float("-inf"), "b": [float("nan"), 1.5], "c": (1, None)})
