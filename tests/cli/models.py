@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 from minillm.analysis import Hardware
 from tests import tiny
 
@@ -19,3 +21,21 @@ def save(folder, family="llama"):
     tiny.save(family, folder)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     return folder
+
+
+def generate_command(model, *options, prompt="the cat"):
+    return ["generate", prompt, "--model", model, "--dtype", "float32", "--max-tokens", 4, *options]
+
+
+def change_config(folder, **changes):
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def one_line(text: str) -> str:
+    """The text, which must be one printable line of error."""
+    assert text.startswith("minillm: error: ")
+    assert text.endswith("\n")
+    assert text.count("\n") == 1
+    assert text.rstrip("\n").isprintable()
+    return text

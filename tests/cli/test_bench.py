@@ -19,7 +19,7 @@ from minillm.generate import generate
 from minillm.kv_cache import NoCache
 from minillm.sampling_params import SamplingParams
 from tests import gguf_files, tiny
-from tests.cli_models import MACHINE
+from tests.cli.models import MACHINE
 
 SMALL = ["--prompt-tokens", "8", "--output-tokens", "6", "--prefill-tokens", "40", "--rounds", "2"]
 NEEDED = {
@@ -27,13 +27,6 @@ NEEDED = {
     "layout", "layout_measurement_s", "dtype", "threads", "torch", "device", "date", "decode_ms", "bytes_per_step",
     "prompt_tokens", "output_tokens", "prefill_tokens",
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tiny")
-    tiny.save("llama", folder)
-    return folder
 
 
 @pytest.fixture

@@ -6,25 +6,14 @@ import json
 
 import pytest
 
-from minillm import checkpoint, cli
+from minillm import cli
 from minillm.cli import chat
 from minillm.cli.chat import Conversation, shared_length
 from minillm.errors import RequestError
 from minillm.generate import generate
 from minillm.sampling_params import SamplingParams
-from tests import cli_models
 
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return cli_models.save(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture(scope="module")
-def loaded(folder):
-    return checkpoint.load(folder, "float32")
 
 
 @pytest.fixture
