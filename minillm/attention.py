@@ -66,13 +66,20 @@ class Attention(nn.Module):
     Source: Shazeer 2019 (arXiv 1911.02150) for multi-query, Ainslie et al. 2023 (arXiv 2305.13245) for grouped.
     """
 
-    def __init__(self, config: ModelConfig, layer: int, qkv_proj: nn.Module, o_proj: nn.Module) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer: int,
+        qkv_proj: nn.Module,
+        o_proj: nn.Module,
+        q_norm: RMSNorm | None = None,
+        k_norm: RMSNorm | None = None,
+    ) -> None:
         super().__init__()
         self.layer, self.heads, self.kv_heads = layer, config.num_attention_heads, config.num_key_value_heads
         self.head_dim = config.head_dim
         self.qkv_proj, self.o_proj = qkv_proj, o_proj
-        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
-        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
+        self.q_norm, self.k_norm = q_norm, k_norm  # over each head, where the model has them (Qwen3)
 
     def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], cache) -> Tensor:
         """x (T, d) -> (T, d)."""

@@ -18,12 +18,10 @@ from .packing import Weight, as_float, linear_maker
 class Block(nn.Module):
     """x + attention(norm(x)), then x + feed_forward(norm(x)): each half adds its finding to the residual stream."""
 
-    def __init__(self, config: ModelConfig, attention: Attention, mlp: nn.Module) -> None:
+    def __init__(self, attn_norm: RMSNorm, attention: Attention, ffn_norm: RMSNorm, mlp: nn.Module) -> None:
         super().__init__()
-        self.attn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.attention = attention
-        self.ffn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = mlp
+        self.attn_norm, self.attention = attn_norm, attention
+        self.ffn_norm, self.mlp = ffn_norm, mlp
 
     def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], cache) -> Tensor:
         with region("attn_norm"):
@@ -45,13 +43,15 @@ class Transformer(nn.Module):
     of a small model. Built from a mapping of tensors with Hugging Face's names; see `from_tensors`.
     """
 
-    def __init__(self, config: ModelConfig, embedding: nn.Parameter, blocks: list[Block], head: nn.Module) -> None:
+    def __init__(
+        self, config: ModelConfig, embedding: nn.Parameter, blocks: list[Block], final_norm: RMSNorm, head: nn.Module
+    ) -> None:
         super().__init__()
         self.config = config
         self.embedding = embedding
         self.rotary = Rotary(config)
         self.blocks = nn.ModuleList(blocks)
-        self.final_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.final_norm = final_norm
         self.lm_head = head
         self.layout = "float32"  # how its matrices are stored, in words: see packing.py
 
@@ -116,10 +116,13 @@ def from_tensors(config: ModelConfig, tensors: Mapping[str, Weight], make_linear
         if not config.tie_word_embeddings:
             raise CheckpointError("tensor lm_head.weight is missing and the config does not tie it; get the whole file")
         head = embedding  # a copy in the file is ignored: tied means tied
-    model = Transformer(config, embedding, blocks, make_linear([head], None))
-    model.final_norm.weight = nn.Parameter(taken("model.norm.weight", (config.hidden_size,)), requires_grad=False)
+    final_norm = _norm(config, taken, "model.norm", config.hidden_size)
     taken.finish()
-    return model.eval()
+    return Transformer(config, embedding, blocks, final_norm, make_linear([head], None)).eval()
+
+
+def _norm(config: ModelConfig, taken: _Taken, name: str, size: int) -> RMSNorm:
+    return RMSNorm(taken(f"{name}.weight", (size,)), config.rms_norm_eps)
 
 
 def _block(config: ModelConfig, layer: int, taken: _Taken, make_linear) -> Block:
@@ -132,23 +135,26 @@ def _block(config: ModelConfig, layer: int, taken: _Taken, make_linear) -> Block
         biases = [taken(f"{prefix}{name}.bias", (rows,)) for name, rows in names.items()] if bias else []
         return make_linear(weights, torch.cat(biases) if bias else None)
 
+    def norm(name: str, size: int) -> RMSNorm:
+        return _norm(c, taken, prefix + name, size)
+
+    qkv = {"self_attn.q_proj": queries, "self_attn.k_proj": keys, "self_attn.v_proj": keys}
+    gate_up = {"mlp.gate_proj": c.intermediate_size, "mlp.up_proj": c.intermediate_size}
     attention = Attention(
         c,
         layer,
-        linear({"self_attn.q_proj": queries, "self_attn.k_proj": keys, "self_attn.v_proj": keys}, c.hidden_size,
-               c.attention_bias),
+        linear(qkv, c.hidden_size, c.attention_bias),
         linear({"self_attn.o_proj": c.hidden_size}, queries, c.attention_out_bias),
-    )  # fmt: skip
+        norm("self_attn.q_norm", c.head_dim) if c.qk_norm else None,
+        norm("self_attn.k_norm", c.head_dim) if c.qk_norm else None,
+    )
     mlp = SwiGLU(
-        linear({"mlp.gate_proj": c.intermediate_size, "mlp.up_proj": c.intermediate_size}, c.hidden_size, c.mlp_bias),
+        linear(gate_up, c.hidden_size, c.mlp_bias),
         linear({"mlp.down_proj": c.hidden_size}, c.intermediate_size, c.mlp_bias),
     )
-    block = Block(c, attention, mlp)
-    norms = {"input_layernorm": block.attn_norm, "post_attention_layernorm": block.ffn_norm}
-    norms |= {"self_attn.q_norm": attention.q_norm, "self_attn.k_norm": attention.k_norm} if c.qk_norm else {}
-    for name, norm in norms.items():
-        norm.weight = nn.Parameter(taken(f"{prefix}{name}.weight", tuple(norm.weight.shape)), requires_grad=False)
-    return block
+    return Block(
+        norm("input_layernorm", c.hidden_size), attention, norm("post_attention_layernorm", c.hidden_size), mlp
+    )
 
 
 class _Taken:

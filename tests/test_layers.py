@@ -28,8 +28,7 @@ def test_rms_norm_is_the_formula(rows, size, scale, eps):
     x = torch.randn(rows, size, generator=torch.Generator().manual_seed(size)) * scale
     if scale == 0 and eps == 0:
         return  # 0 / 0 by the formula itself
-    norm = RMSNorm(size, eps)
-    norm.weight.data = torch.randn(size)
+    norm = RMSNorm(torch.randn(size), eps)
     x64 = x.double()
     expected = x64 / (x64.square().mean(-1, keepdim=True) + eps).sqrt() * norm.weight.double()
     assert torch.allclose(norm(x).double(), expected, rtol=1e-4, atol=1e-6)
@@ -38,7 +37,7 @@ def test_rms_norm_is_the_formula(rows, size, scale, eps):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_rms_norm_computes_in_float32(dtype):
     x = (torch.randn(4, 300) * 200).to(dtype)  # squares beyond float16
-    norm = RMSNorm(300, 1e-5)
+    norm = RMSNorm(torch.randn(300), 1e-5)
     expected = F.rms_norm(x.double(), (300,), norm.weight.double(), 1e-5)
     assert norm(x).dtype == dtype
     assert (norm(x).double() - expected).abs().max() < 0.02
