@@ -6,10 +6,9 @@ right batches come from trying every one (chapter_04_batches.py).
 
 from __future__ import annotations
 
+from exercises import Exercise, Judge, Mistake
 from minillm.analysis import Precision, Step, model_config, step_costs
 from minillm.config import ModelConfig
-
-from exercises import Exercise, Judge, Mistake
 
 from .chapter_04_batches import PROMISE, TURN
 

@@ -15,6 +15,9 @@ PACKAGE = Path(__file__).resolve().parents[1]
 SHIPPED = (PACKAGE, PACKAGE.parent / "kernels")
 
 
+_PRE = "white-space:pre;overflow-x:auto;font-size:12px;line-height:1.4"  # long lines scroll, they do not wrap
+
+
 class ShowError(MinillmError):
     """Something that is not source of this project."""
 
@@ -70,5 +73,5 @@ def _markup(code: str, first: int, where: str) -> str:
         from pygments.lexers import PythonLexer
     except ImportError:
         return f"{head}<pre>{html.escape(code)}</pre>"
-    formatter = HtmlFormatter(style="friendly", noclasses=True, linenos="inline", linenostart=first)
+    formatter = HtmlFormatter(style="friendly", noclasses=True, linenos="inline", linenostart=first, prestyles=_PRE)
     return head + highlight(code, PythonLexer(stripnl=False), formatter)
