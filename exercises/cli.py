@@ -15,7 +15,7 @@ from .sandbox import Attempt, run
 
 EXAMPLES = """examples:
   python -m exercises list
-  python -m exercises start 01                     copy chapter 01's notebook to exercises/work/
+  python -m exercises start 01                     copy chapter 01's notebook to exercises/mine/
   python -m exercises check 01                     check your copy
   python -m exercises check 01 train_merges --json
   python -m exercises prove 01                     test the checks themselves
@@ -33,11 +33,11 @@ def parser() -> argparse.ArgumentParser:
     one = commands.add_parser("start", help="make your own copy of a chapter's notebook")
     one.add_argument("chapter")
     one.add_argument("--fresh", action="store_true", help="start over; your old notebook becomes a dated backup")
-    one.add_argument("--directory", type=Path, default=registry.WORK, help="where to put it (exercises/work)")
+    one.add_argument("--directory", type=Path, default=registry.MINE, help="where to put it (exercises/mine)")
     one = commands.add_parser("check", help="check your answers")
     one.add_argument("chapter")
     one.add_argument("exercise", nargs="?", help="only this one")
-    one.add_argument("--notebook", type=Path, help="your notebook, if it is not in exercises/work")
+    one.add_argument("--notebook", type=Path, help="your notebook, if it is not in exercises/mine")
     one.add_argument("--json", action="store_true")
     one = commands.add_parser("build", help="make the student notebooks from the solutions")
     one.add_argument("chapter", nargs="?")

@@ -104,7 +104,7 @@ def build(chapter: str) -> bool:
     return True
 
 
-def start(chapter: str, directory: Path = registry.WORK, fresh: bool = False) -> tuple[Path, Path | None]:
+def start(chapter: str, directory: Path = registry.MINE, fresh: bool = False) -> tuple[Path, Path | None]:
     """Copy the student notebook for the learner -> (its path, the backup if one was made).
 
     Raises ExerciseError when the learner already has one and `fresh` is False. Opened with "x", so that even two

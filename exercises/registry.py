@@ -9,7 +9,7 @@ from .core import Exercise, ExerciseError
 
 HOME = Path(__file__).resolve().parent
 SOLUTIONS = HOME / "solutions"
-WORK = HOME / "work"
+MINE = HOME / "mine"
 
 
 def chapters() -> list[str]:
@@ -58,6 +58,6 @@ def student_path(chapter: str) -> Path:
     return HOME / solution_path(chapter).name
 
 
-def work_path(chapter: str, directory: Path = WORK) -> Path:
+def work_path(chapter: str, directory: Path = MINE) -> Path:
     """The learner's own copy."""
     return Path(directory) / solution_path(chapter).name

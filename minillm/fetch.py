@@ -6,7 +6,9 @@ and is renamed once its SHA-256 is right.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import json
 import shutil
 import subprocess
 import sys
@@ -135,12 +137,10 @@ def hub_folder(name: str) -> Path:
     wanted = ["*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json",
               "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]  # fmt: skip
     try:
-        try:
+        with contextlib.suppress(LocalEntryNotFoundError):  # not in the cache: what is wrong, the download will say
             folder = Path(snapshot_download(name, allow_patterns=wanted, local_files_only=True))
-            if (folder / "config.json").exists() and any(folder.glob("*.safetensors")):
+            if _is_whole(folder):
                 return folder
-        except LocalEntryNotFoundError:
-            pass  # not in the cache: the download below says what is wrong if it fails too
         return Path(snapshot_download(name, allow_patterns=wanted))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
@@ -148,3 +148,14 @@ def hub_folder(name: str) -> Path:
             f"model {name!r} is neither a file, a folder, nor a hub name that can be fetched ({reason}); "
             "give a path to a .gguf file or model folder, or check the name and the network"
         ) from None
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether a cached repository holds every shard: an interrupted download leaves some, and is taken up again."""
+    shards, index = {"model.safetensors"}, folder / "model.safetensors.index.json"
+    if index.exists():
+        try:
+            shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        except (ValueError, KeyError, AttributeError, TypeError):
+            return False
+    return all((folder / name).exists() for name in {"config.json", *shards})

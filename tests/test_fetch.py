@@ -114,3 +114,25 @@ def test_no_network_is_one_line(tmp_path, monkeypatch):
         fetch.default_model_path(progress=False)
     assert "\n" not in str(e.value)
     assert files(tmp_path) == []
+
+
+def test_a_hub_download_that_stopped_half_way_is_taken_up_again(tmp_path, monkeypatch):
+    """One shard of two in the hub's cache is no model: the download runs again instead of loading what there is."""
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "a.safetensors").write_bytes(b"")
+    (tmp_path / "model.safetensors.index.json").write_text(
+        '{"weight_map": {"x": "a.safetensors", "y": "b.safetensors"}}'
+    )
+    calls = []
+
+    def download(name, allow_patterns, local_files_only=False):
+        calls.append("cache" if local_files_only else "network")
+        if not local_files_only:
+            (tmp_path / "b.safetensors").write_bytes(b"")
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert fetch.hub_folder("owner/model") == tmp_path
+    assert calls == ["cache", "network"]
+    assert fetch.hub_folder("owner/model") == tmp_path
+    assert calls == ["cache", "network", "cache"]
