@@ -27,3 +27,15 @@ class TokenizerError(MinillmError):
 
 class RequestError(MinillmError):
     """A prompt or sampling parameter that cannot be served."""
+
+
+def short(value: object, limit: int = 60) -> str:
+    """A name as a message shows it: one line, at most `limit` characters, the middle of a longer one left out.
+
+    Names come from files and may be as long as a file's author likes.
+    """
+    text = " ".join(str(value).split())
+    if len(text) <= limit:
+        return text
+    tail = (limit - 1) // 3
+    return text[: limit - 1 - tail] + "…" + text[len(text) - tail :]
