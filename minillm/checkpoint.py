@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from .config import ModelConfig
-from .errors import CheckpointError, ConfigError
+from .errors import CheckpointError, ConfigError, short
 from .fetch import default_model_path, locate
 from .gguf_file import GGUFFile
 from .packing import linear_maker
@@ -99,8 +99,9 @@ def _open(path: Path):
         return safe_open(path, framework="pt")
     except FileNotFoundError:
         raise CheckpointError(f"{path}: this shard is missing; download the whole model") from None
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path}: not a whole safetensors file ({error}); download it again") from None
+    except (SafetensorError, OSError, UnicodeError) as error:
+        reason = short(error, 120)
+        raise CheckpointError(f"{path}: not a whole safetensors file ({reason}); download it again") from None
 
 
 def _shards(folder: Path) -> dict[str, str]:
@@ -114,8 +115,9 @@ def _shards(folder: Path) -> dict[str, str]:
     try:
         mapping = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         inside = all(Path(shard).name == shard for shard in mapping.values())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{index}: not a readable index ({error!r}); download it again") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        reason = short(f"{type(error).__name__}: {error}", 120)
+        raise CheckpointError(f"{index}: not a readable index ({reason}); download it again") from None
     if not inside:
         raise CheckpointError(f"{index}: names a file outside its folder; do not trust this model")
     return mapping

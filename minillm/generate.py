@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Integral
 
+import numpy as np
 import torch
 
 from .errors import RequestError
@@ -60,18 +62,20 @@ class Completion:
 
 def encode_prompt(model: Transformer, tokenizer: Tokenizer, prompt: str | Sequence[int]) -> list[int]:
     """Token ids of a text, or the ids given, checked. Raises RequestError for what the model cannot take."""
+    if not isinstance(prompt, str | Sequence | np.ndarray):
+        raise RequestError(f"the prompt is {type(prompt).__name__}; give a text or a list of token ids")
     ids = tokenizer.encode(prompt, add_special=True) if isinstance(prompt, str) else list(prompt)
     if not ids:
         raise RequestError("the prompt is empty; give at least one token for the model to continue")
     limit = min(model.config.vocab_size, tokenizer.vocab_size)
-    if bad := [i for i in ids if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < limit]:
+    if bad := [i for i in ids if isinstance(i, bool) or not isinstance(i, Integral) or not 0 <= i < limit]:
         raise RequestError(f"prompt token {bad[0]!r} is not an id of this vocabulary, 0 to {limit - 1}")
     if len(ids) >= model.config.max_position_embeddings:
         raise RequestError(
             f"the prompt has {len(ids)} tokens and the model's context is {model.config.max_position_embeddings}, "
             "which must hold at least one token of answer too; shorten the prompt"
         )
-    return ids
+    return [int(i) for i in ids]
 
 
 @torch.inference_mode()
@@ -88,6 +92,8 @@ def next_logits(model: Transformer, ids: Sequence[int], cache, chunk: int | None
         hidden = model(tokens, torch.arange(start, end, device=model.device), cache)
         if end == len(ids):
             return model.logits(hidden[-1:])[0]
+        if cache.length != end:
+            raise RequestError("a cache that keeps nothing cannot take a prompt in chunks; leave out chunk")
 
 
 def stream(
@@ -102,25 +108,36 @@ def stream(
     """Yields a Chunk for each token as it is drawn; the joined texts are the answer.
 
     prompt is text (special tokens in it are plain text) or token ids. `cache` may already hold a proper prefix of the
-    prompt; by default one of the right size is made. `sequence` tells apart the n answers of one request.
+    prompt; by default one of the right size is made, and one that fills up ends the answer with "length". `sequence`
+    tells apart the n answers of one request.
     Raises RequestError before the first step for a prompt or parameters that cannot be served.
     """
     ids = encode_prompt(model, tokenizer, prompt)
     params = params.seeded()
-    params.validate(model.config.vocab_size)
+    params.validate(min(model.config.vocab_size, tokenizer.vocab_size))
+    if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1):
+        raise RequestError(f"chunk is {chunk!r}; it must be a whole number of at least 1, or None for the whole prompt")
     if cache is None:
         room = model.config.max_position_embeddings
         wanted = room if params.max_tokens is None else len(ids) + params.max_tokens
         cache = ContiguousCache(model.config, min(room, wanted), model.dtype, model.device)
     if cache.length >= len(ids):
         raise RequestError(f"the cache holds {cache.length} tokens, the prompt has {len(ids)}; reset the cache")
+    if len(ids) > _room(model, cache):
+        raise RequestError(f"the prompt has {len(ids)} tokens, the cache room for {cache.max_tokens}; make it larger")
     return _steps(model, tokenizer, ids, params, cache, chunk, sequence)
+
+
+def _room(model: Transformer, cache) -> int:
+    """Tokens that a sequence can have in the cache; the last token drawn never enters it."""
+    return min(model.config.max_position_embeddings, getattr(cache, "max_tokens", model.config.max_position_embeddings))
 
 
 def _steps(model, tokenizer, ids: list[int], params: SamplingParams, cache, chunk, sequence: int) -> Iterator[Chunk]:
     prompt_length, ids = len(ids), list(ids)
     decoder = StreamDecoder(tokenizer, skip_special=True)
-    checker = StopChecker(params, tokenizer.eos_ids, model.config.max_position_embeddings, prompt_length)
+    longest = min(model.config.max_position_embeddings, _room(model, cache) + 1)
+    checker = StopChecker(params, tokenizer.eos_ids, longest, prompt_length)
     vocab_size = min(model.config.vocab_size, tokenizer.vocab_size)
     while True:
         logits = next_logits(model, ids, cache, chunk)

@@ -64,7 +64,8 @@ class GGUFFile(Mapping):
     def __getitem__(self, name: str) -> Weight:
         tensor = self._tensors[name]
         kind = tensor.kind.name
-        int4 = self.keep_int4 and kind in ("Q4_0", "Q4_1") and name != "model.embed_tokens.weight"
+        matrix = len(tensor.shape) == 2 and name != "model.embed_tokens.weight"
+        int4 = self.keep_int4 and matrix and kind in ("Q4_0", "Q4_1")
         weight = _codes(tensor) if int4 else _expand(tensor)
         heads = self._permuted_heads(name)
         if heads is None:
@@ -155,14 +156,20 @@ def _config(fields: dict[str, Any], tensors: dict[str, Any]) -> ModelConfig:
         "bos_token_id": fields.get("tokenizer.ggml.bos_token_id"),
     }
     config = ModelConfig.from_dict(raw, "GGUF header")
+    divisors = (config.rope_scaling or {}).get("divisors")
+    if divisors is not None and len(divisors) != config.head_dim // 2:
+        raise ConfigError(f"rope_freqs.weight has {len(divisors)} entries for {config.head_dim // 2} rotary pairs")
     if (turned := get("rope.dimension_count", config.head_dim)) != config.head_dim:
         raise ConfigError(f"rotary embedding on {turned} of {config.head_dim} dimensions is not supported")
     return config
 
 
-def _rope_scaling(get, tensors: dict[str, Any]) -> dict[str, Any] | None:
+def _rope_scaling(get, tensors: dict[str, GGUFTensor]) -> dict[str, Any] | None:
     if "rope_freqs.weight" in tensors:  # Llama 3.1: the file carries the finished divisors
-        return {"rope_type": "divisors", "divisors": _expand(tensors.pop("rope_freqs.weight")).tolist()}
+        divisors = _expand(tensors.pop("rope_freqs.weight")).flatten().tolist()
+        if not all(math.isfinite(d) and d > 0 for d in divisors):
+            raise ConfigError("tensor rope_freqs.weight holds numbers that no angle can be divided by")
+        return {"rope_type": "divisors", "divisors": tuple(divisors)}
     kind = get("rope.scaling.type")
     if kind in (None, "none"):
         return None

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
-from .errors import CheckpointError
+from .errors import CheckpointError, short
 
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 _STRING, _ARRAY = 8, 9
@@ -113,19 +113,21 @@ class _Reader:
     def place(self) -> tuple[str, tuple[int, ...], int, int]:
         name, dimensions = self.string(), self.number("<I")
         if not 1 <= dimensions <= _MOST_DIMENSIONS:
-            raise _Damaged(f"tensor {name!r} has {dimensions} dimensions")
+            raise _Damaged(f"tensor {short(name)!r} has {dimensions} dimensions")
         shape = tuple(self.number("<Q") for _ in range(dimensions))[::-1]
+        if 0 in shape:
+            raise _Damaged(f"tensor {short(name)!r} is empty, of shape {shape}")
         return name, shape, self.number("<I"), self.number("<Q")
 
     def tensor(self, name: str, shape: tuple[int, ...], kind: int, start: int) -> GGUFTensor:
         try:
             kind = GGMLQuantizationType(kind)
         except ValueError:
-            raise _Damaged(f"tensor {name!r} is of type {kind}, which no GGUF file has") from None
+            raise _Damaged(f"tensor {short(name)!r} is of type {kind}, which no GGUF file has") from None
         block, block_bytes = GGML_QUANT_SIZES[kind]
         if shape[-1] % block:
-            raise _Damaged(f"tensor {name!r} has rows of {shape[-1]}, not a multiple of its block of {block}")
+            raise _Damaged(f"tensor {short(name)!r} has rows of {shape[-1]}, not a multiple of its block of {block}")
         size = math.prod(shape) // block * block_bytes
         if start + size > len(self.data):
-            raise _Damaged(f"tensor {name!r} ends at byte {start + size}, the file at {len(self.data)}")
+            raise _Damaged(f"tensor {short(name)!r} ends at byte {start + size}, the file at {len(self.data)}")
         return GGUFTensor(shape, kind, self.data[start : start + size])

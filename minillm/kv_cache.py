@@ -41,8 +41,8 @@ class ContiguousCache:
     """
 
     def __init__(self, config: ModelConfig, max_tokens: int, dtype=torch.float32, device="cpu") -> None:
-        if max_tokens < 1:
-            raise RequestError(f"max_tokens is {max_tokens}; a cache must hold at least one token")
+        if isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or max_tokens < 1:
+            raise RequestError(f"max_tokens is {max_tokens!r}; a cache must hold at least one token, a whole number")
         self.config, self.max_tokens, self.length = config, max_tokens, 0
         shape = (config.num_hidden_layers, 2, max_tokens, config.num_key_value_heads, config.head_dim)
         self.storage = torch.zeros(shape, dtype=dtype, device=device)
@@ -65,7 +65,8 @@ class ContiguousCache:
             )
         keys, values = self._layers[layer]
         keys[start:end], values[start:end] = k, v
-        return sdpa_attention(q, keys[:end], values[:end], self.config.window(layer)).to(q.dtype)
+        out = sdpa_attention(q.to(keys.dtype), keys[:end], values[:end], self.config.window(layer))
+        return out.to(q.dtype)  # a cache of fewer bits than the model computes in its own precision
 
     def advance(self, count: int) -> None:
         """The model calls this once a step, after the last layer: `count` more tokens are now remembered."""

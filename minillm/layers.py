@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 
 from .config import ModelConfig
-from .errors import ConfigError
+from .errors import ConfigError, short
 
 _NOTHING = contextlib.nullcontext()
 
@@ -96,22 +96,25 @@ def apply_rotary(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
 def rotary_frequencies(config: ModelConfig, dim: int) -> tuple[Tensor, float]:
     """Angle per position for each of the dim/2 pairs, and the factor YaRN puts on cos and sin."""
     base = 1.0 / config.rope_theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
-    scaling = config.rope_scaling
+    frequencies, magnitude = _scaled(base, config.rope_scaling, config, dim)
+    if not torch.isfinite(frequencies).all() or not math.isfinite(magnitude):
+        raise ConfigError(f"rope_theta {config.rope_theta} and its scaling give no finite angles; check the config")
+    return frequencies, magnitude
+
+
+def _scaled(base: Tensor, scaling, config: ModelConfig, dim: int) -> tuple[Tensor, float]:
     if scaling is None:
         return base, 1.0
     kind = scaling["rope_type"]
-    try:
-        if kind == "linear":
-            return base / scaling["factor"], 1.0
-        if kind == "divisors":  # one for each pair, as GGUF files carry Llama 3.1's scaling
-            return base / torch.tensor(scaling["divisors"]), 1.0
-        if kind == "llama3":
-            return _llama3_frequencies(base, scaling), 1.0
-        if kind == "yarn":
-            return _yarn_frequencies(base, scaling, config, dim)
-    except KeyError as missing:
-        raise ConfigError(f"rope_scaling of type {kind!r} lacks {missing}; download the config again") from None
-    raise ConfigError(f"rope_scaling type {kind!r} is not supported; minillm knows linear, llama3 and yarn")
+    if kind == "linear":
+        return base / scaling["factor"], 1.0
+    if kind == "divisors":  # one for each pair, as GGUF files carry Llama 3.1's scaling
+        return base / torch.tensor(scaling["divisors"]), 1.0
+    if kind == "llama3":
+        return _llama3_frequencies(base, scaling), 1.0
+    if kind == "yarn":
+        return _yarn_frequencies(base, scaling, config, dim)
+    raise ConfigError(f"rope_scaling type {short(repr(kind))} is not supported; minillm knows linear, llama3 and yarn")
 
 
 def _llama3_frequencies(base: Tensor, scaling) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from .attention import Attention
 from .config import DENSE, ModelConfig
-from .errors import CheckpointError, ConfigError
+from .errors import CheckpointError, ConfigError, short
 from .layers import RMSNorm, Rotary, SwiGLU, region
 from .packing import Weight, as_float, linear_maker
 
@@ -182,5 +182,5 @@ class _Taken:
         if surplus:
             raise CheckpointError(
                 f"the checkpoint holds {len(surplus)} tensors that this architecture does not have, "
-                f"such as {surplus[0]}; it is a different model than its config says"
+                f"such as {short(surplus[0])}; it is a different model than its config says"
             )

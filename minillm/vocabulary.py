@@ -181,10 +181,12 @@ def _gguf_family(model: Any, pre: Any) -> str:
 def _gguf_tokens(names: Any, types: Any) -> tuple[list[str], list[int]]:
     if not isinstance(names, list | tuple) or not names or not all(isinstance(name, str) for name in names):
         raise TokenizerError("tokens is missing or not a list of strings; the file carries no vocabulary")
-    types = [_NORMAL] * len(names) if types is None else list(types)
+    types = [_NORMAL] * len(names) if types is None else types
+    if not isinstance(types, list | tuple):
+        raise TokenizerError("token_type is not a list; the file is damaged")
     if len(types) != len(names):
         raise TokenizerError(f"{len(names)} tokens but {len(types)} token types; the file is damaged")
-    return list(names), types
+    return list(names), list(types)
 
 
 def _gguf_id(value: Any, what: str, size: int) -> int | None:

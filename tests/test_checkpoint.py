@@ -6,14 +6,15 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from minillm import checkpoint
 from minillm.errors import CheckpointError, ConfigError, FetchError, MinillmError, RequestError
-from minillm.generate import encode_prompt, generate, generate_n
-from minillm.kv_cache import NoCache
+from minillm.generate import encode_prompt, generate, generate_n, next_logits, stream
+from minillm.kv_cache import ContiguousCache, NoCache
 from minillm.sampling import SamplingParams
 from tests import tiny
 
@@ -75,6 +76,8 @@ def test_half_precision_files_load_as_their_values(folder):
         (lambda f: next(f.glob("*.safetensors")).write_bytes(b""), CheckpointError, "not a whole safetensors"),
         (lambda f: (f / "model.safetensors.index.json").write_text("{"), CheckpointError, "not a readable index"),
         (lambda f: (f / "model.safetensors.index.json").write_text("[]"), CheckpointError, "not a readable index"),
+        (lambda f: (f / "model.safetensors.index.json").write_text("[" * 100_000), CheckpointError, "not a readable index"),
+        (lambda f: (f / "model.safetensors.index.json").write_bytes(b"\xff" * 100_000), CheckpointError, "not a readable index"),
         (lambda f: (f / "config.json").unlink(), ConfigError, "no such file; give a config.json or the folder"),
         (lambda f: (f / "config.json").write_text("{"), ConfigError, "not a readable JSON file"),
         (lambda f: (f / "config.json").write_text("[1]"), ConfigError, "holds list, not a JSON object"),
@@ -98,6 +101,7 @@ def test_damage_is_one_clear_error(folder, damage, error, message):
     with pytest.raises(error, match=message) as caught:
         checkpoint.load_model(folder)
     assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 600
 
 
 def test_an_index_cannot_reach_outside_its_folder(folder, tmp_path_factory):
@@ -163,6 +167,55 @@ def loaded(tmp_path_factory):
 def test_prompts_that_cannot_be_served(loaded, prompt, message):
     with pytest.raises(RequestError, match=message):
         generate(*loaded, prompt)
+
+
+@pytest.mark.parametrize("prompt", [None, 5, {"a": 1}])
+def test_a_prompt_of_another_kind_is_refused(loaded, prompt):
+    with pytest.raises(RequestError, match="give a text or a list of token ids"):
+        generate(*loaded, prompt)
+
+
+def test_ids_of_other_integer_types_are_taken(loaded):
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    assert generate(*loaded, np.array([5, 6, 7]), params).token_ids == generate(*loaded, [5, 6, 7], params).token_ids
+
+
+@pytest.mark.parametrize("chunk", [0, -1, 1.5, True])
+def test_chunks_of_no_tokens_are_refused(loaded, chunk):
+    with pytest.raises(RequestError, match=r"chunk is .*; it must be a whole number of at least 1"):
+        generate(*loaded, [5, 6, 7], chunk=chunk)
+
+
+def test_chunks_without_a_cache_are_refused(loaded):
+    """They could never end: nothing of the first chunk is left when the second comes."""
+    with pytest.raises(RequestError, match="a cache that keeps nothing cannot take a prompt in chunks"):
+        generate(*loaded, [5, 6, 7, 8], cache=NoCache(loaded[0].config), chunk=3)
+
+
+def test_a_cache_that_fills_up_ends_the_answer(loaded):
+    """Ten rows hold a prompt of six and four tokens of answer; the fifth is drawn and need not be kept."""
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    done = generate(*loaded, [5] * 6, params, cache=ContiguousCache(loaded[0].config, 10))
+    assert (len(done.token_ids), done.finish_reason) == (5, "length")
+    assert done.token_ids == generate(*loaded, [5] * 6, params).token_ids[:5]
+    with pytest.raises(RequestError, match="the prompt has 11 tokens, the cache room for 10"):
+        generate(*loaded, [5] * 11, params, cache=ContiguousCache(loaded[0].config, 10))
+
+
+def test_a_cache_of_fewer_bits_is_close(loaded):
+    model, _ = loaded
+    exact = next_logits(model, [5, 6, 7, 8], ContiguousCache(model.config, 8))
+    rounded = next_logits(model, [5, 6, 7, 8], ContiguousCache(model.config, 8, torch.bfloat16))
+    assert 0 < (exact - rounded).norm() < 0.05 * exact.norm()
+
+
+def test_token_ids_of_the_padding_are_refused_before_the_first_step(loaded):
+    """The model has rows for 320 ids, the tokenizer fewer: a bias on one between can never be meant."""
+    model, tokenizer = loaded
+    assert tokenizer.vocab_size < 319 < model.config.vocab_size
+    for params in (SamplingParams(logit_bias={319: 1.0}), SamplingParams(stop_token_ids=[319])):
+        with pytest.raises(RequestError, match="319; it must be below the vocabulary size"):
+            stream(model, tokenizer, "the", params)
 
 
 def test_the_context_ends_a_sequence(loaded):

@@ -148,7 +148,7 @@ def test_unsupported_architecture_names_it(tmp_path, small):
 def test_unsupported_tensor_type_names_it(tmp_path, small):
     name = b"output_norm.weight"
     at = small.index(name) + len(name) + 4 + 8
-    data = small[:at] + (30 if small[at] != 30 else 29).to_bytes(4, "little") + small[at + 4 :]  # BF16: half the bytes
+    data = small[:at] + (30).to_bytes(4, "little") + small[at + 4 :]  # BF16: half the bytes
     load_bytes(tmp_path, data)  # readable, only other numbers
     data = small[:at] + gguf.GGMLQuantizationType.F64.to_bytes(4, "little") + small[at + 4 :]
     with pytest.raises(CheckpointError, match="tensor type F64 is not supported; minillm reads F32, F16"):
@@ -188,3 +188,40 @@ def test_llama_31_divisors_stretch_the_slow_pairs(tmp_path, tokenizer_json):
         gguf_files.write(path, model, tokenizer_json)
     ours, _ = checkpoint.load(path, "float32")
     assert torch.allclose(ours.rotary.frequencies, theirs, rtol=1e-5)
+
+
+def test_a_vector_in_4_bit_codes_is_expanded(tmp_path, tokenizer_json):
+    """Only matrices stay in their codes: a norm stored as Q4_1 is odd, and still a norm."""
+    path, _ = write(tmp_path, tokenizer_json, "llama", "Q4_1", **BLOCKS)
+    tensors = GGUFFile(path, keep_int4=True)
+    flat = GGUFTensor((96,), gguf.GGMLQuantizationType.Q4_1, np.zeros(60, np.uint8))
+    tensors._tensors["model.norm.weight"] = flat
+    assert torch.equal(tensors["model.norm.weight"], torch.zeros(96))
+
+
+@pytest.mark.parametrize(
+    ("divisors", "message"),
+    [
+        (np.ones(5, np.float32), r"rope_freqs\.weight has 5 entries for 8 rotary pairs"),
+        (np.zeros(8, np.float32), "holds numbers that no angle can be divided by"),
+        (np.full(8, np.nan, np.float32), "holds numbers that no angle can be divided by"),
+    ],
+)
+def test_divisors_that_cannot_be(tmp_path, tokenizer_json, monkeypatch, divisors, message):
+    original = gguf.GGUFWriter.write_header_to_file
+
+    def with_divisors(self):
+        self.add_tensor("rope_freqs.weight", divisors)
+        original(self)
+
+    monkeypatch.setattr(gguf.GGUFWriter, "write_header_to_file", with_divisors)
+    path, _ = write(tmp_path, tokenizer_json)
+    with pytest.raises(ConfigError, match=message):
+        checkpoint.load(path, "float32")
+
+
+def test_an_empty_tensor_is_refused(tmp_path, small):
+    name = b"output_norm.weight"
+    at = small.index(name) + len(name) + 4
+    with pytest.raises(CheckpointError, match=r"tensor 'output_norm\.weight' is empty"):
+        load_bytes(tmp_path, small[:at] + bytes(8) + small[at + 8 :])
