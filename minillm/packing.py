@@ -14,15 +14,18 @@ next. Everything but float32 rounds: `python -m minillm bench` says what that ch
 
 from __future__ import annotations
 
+import datetime
 import platform
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .errors import CheckpointError
+from .errors import CheckpointError, short
 from .layers import Linear
 from .storage import remembered
 
@@ -69,6 +72,17 @@ def stack_rows(parts: list[Weight]) -> Weight:
 
 def as_float(weight: Weight) -> Tensor:
     return weight.dequantize() if isinstance(weight, GroupedInt4) else weight
+
+
+class Float32:
+    """y = x Wᵀ + b as loaded: where nothing else is faster for many rows, beside 4-bit codes for few."""
+
+    def __init__(self, weight: Weight, bias: Tensor | None) -> None:
+        self.weight, self.bias = as_float(weight), bias
+        self.weight_bytes = self.weight.nbytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
 
 
 class Float16:
@@ -118,7 +132,7 @@ class Int4:
         return y if self.bias is None else y + self.bias
 
 
-LAYOUTS = {"float16": Float16, "bfloat16": BFloat16, "int4": Int4}
+LAYOUTS = {"float32": Float32, "float16": Float16, "bfloat16": BFloat16, "int4": Int4}
 
 
 @dataclass(frozen=True)
@@ -162,8 +176,8 @@ def linear_maker(dtype: str, int4_codes: bool) -> tuple[Callable[[list[Weight], 
     if dtype == "float32":
         return lambda parts, bias: Linear(as_float(stack_rows(parts)), bias), "float32"
     choice = choose_layouts(int4_codes) if dtype == "auto" else Choice(dtype, dtype, 0)
-    if choice.many == "float32":
-        return linear_maker("float32", int4_codes)[0], "float32"
+    if choice.few == choice.many == "float32":
+        return linear_maker("float32", int4_codes)
     if choice.many not in available():
         raise CheckpointError(f"dtype {dtype} has no fast kernel on this CPU; use --dtype float32 or --dtype auto")
     return lambda parts, bias: PackedLinear(stack_rows(parts), bias, choice), str(choice)
@@ -194,31 +208,64 @@ def choose_layouts(int4_codes: bool) -> Choice:
         "int4": int4_codes,
     }
     name = f"layouts{'-int4' if int4_codes else ''}-{key['threads']}-threads.json"
-    value = remembered(name, key, lambda: _measure(int4_codes))
-    return Choice(value["few"], value["many"], value["turn"])
+    for fresh in (False, True):  # a choice that cannot be believed is measured again
+        value = remembered(name, key, lambda: _measure(int4_codes), fresh)
+        if (choice := _believed(value, int4_codes)) is not None:
+            return choice
+    raise CheckpointError(f"the layouts measured here make no sense: {short(value)}; use --dtype float32")
+
+
+def _believed(value: dict, int4_codes: bool) -> Choice | None:
+    """The choice that a cache holds, or None if it is none that this machine and these weights allow."""
+    few, many, turn, date = (value.get(name) for name in ("few", "many", "turn", "date"))
+    usable = [name for name in available() if name != "int4" or int4_codes]
+    if few not in usable or many not in usable or many == "int4" or type(turn) is not int or turn < 0:
+        return None
+    try:
+        age = datetime.datetime.now(datetime.UTC) - datetime.datetime.fromisoformat(date)
+        steady = float(value["spread"]) <= _STEADY
+    except (KeyError, TypeError, ValueError):
+        return None
+    return Choice(few, many, turn) if steady or age < datetime.timedelta(hours=1) else None
 
 
 ROWS = (1, 2, 4, 8, 256)
+_ROUNDS = 5
+_STEADY = 2.0  # a median round this many times the fastest says that something else was running
 
 
 @torch.inference_mode()
 def _measure(int4_codes: bool) -> dict:
+    """Times every layout at every number of rows, round after round, so that a disturbance hits all of them alike."""
     names = [name for name in available() if name != "int4" or int4_codes]
     generator = torch.Generator().manual_seed(0)
     shape, copies = (3072, 576), 8  # a SmolLM2 gate_up matrix, and enough of them to leave the cache
     codes = torch.randint(0, 16, shape, generator=generator, dtype=torch.uint8)
     scale = torch.rand((shape[0], shape[1] // GROUP), generator=generator)
     weight = GroupedInt4(codes, scale, -8 * scale)
-    seconds = {}
-    for name in [*names, "float32"]:
-        make = (lambda w, b: Linear(as_float(w), b)) if name == "float32" else LAYOUTS[name]
-        layers = [make(weight, None) for _ in range(copies)]
-        seconds[name] = {rows: _time(layers, torch.randn(rows, shape[1], generator=generator)) for rows in ROWS}
+    layers = {name: [LAYOUTS[name](weight, None) for _ in range(copies)] for name in names}
+    inputs = {rows: torch.randn(rows, shape[1], generator=generator) for rows in ROWS}
+    rounds = [{(n, r): _time(layers[n], inputs[r]) for n in names for r in ROWS} for _ in range(_ROUNDS)]
+    times = {cell: [one[cell] for one in rounds[1:]] for cell in rounds[0]}  # the first round is warm-up
+    seconds = {name: {rows: min(times[name, rows]) for rows in ROWS} for name in names}
+    few, many, turn = _choose(seconds)
+    return {
+        "few": few,
+        "many": many,
+        "turn": turn,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "spread": statistics.median(statistics.median(t) / min(t) for t in times.values()),
+        "microseconds": {n: {str(r): round(s * 1e6, 1) for r, s in by.items()} for n, by in seconds.items()},
+    }
+
+
+def _choose(seconds: dict[str, dict[int, float]]) -> tuple[str, str, int]:
+    """(few, many, turn): one layout for everything, and a second one for few rows if that pays for its memory."""
     many = min((name for name in seconds if name != "int4"), key=lambda name: _decode_and_prefill(seconds[name]))
     few = min(seconds, key=lambda name: seconds[name][1])
-    few = few if few != "float32" and seconds[few][1] < 0.9 * seconds[many][1] else many  # a second copy must pay
-    turn = max((r for r in ROWS if seconds[few][r] < seconds[many][r]), default=0)
-    return {"few": few, "many": many, "turn": turn, "microseconds": _microseconds(seconds)}
+    few = few if seconds[few][1] < 0.9 * seconds[many][1] else many
+    turn = max((rows for rows in ROWS if seconds[few][rows] < seconds[many][rows]), default=0)
+    return few, many, turn
 
 
 def _decode_and_prefill(seconds: dict[int, float]) -> float:
@@ -226,16 +273,9 @@ def _decode_and_prefill(seconds: dict[int, float]) -> float:
     return seconds[256] + 64 * seconds[1]
 
 
-def _time(layers: list, x: Tensor, rounds: int = 5) -> float:
-    """Seconds of one layer in the fastest round: other work on the machine only adds to the rest."""
-    times = []
-    for _ in range(rounds):
-        start = time.perf_counter()
-        for layer in layers:
-            layer(x)
-        times.append((time.perf_counter() - start) / len(layers))
-    return min(times)
-
-
-def _microseconds(seconds: dict) -> dict:
-    return {name: {str(rows): round(s * 1e6, 1) for rows, s in by.items()} for name, by in seconds.items()}
+def _time(layers: list, x: Tensor) -> float:
+    """Seconds of one layer."""
+    start = time.perf_counter()
+    for layer in layers:
+        layer(x)
+    return (time.perf_counter() - start) / len(layers)

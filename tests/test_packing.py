@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import datetime
+import json
+
 import pytest
 import torch
 
@@ -12,7 +15,7 @@ from minillm.packing import Choice, GroupedInt4, PackedLinear, available, choose
 from tests import tiny
 
 # relative error of one product: half a unit in the last place of the weights, and of x where the layout rounds x
-ROUNDING = {"float16": 1e-3, "bfloat16": 8e-3, "int4": 8e-3}
+ROUNDING = {"float32": 1e-6, "float16": 1e-3, "bfloat16": 8e-3, "int4": 8e-3}
 
 
 def grouped(rows=64, columns=96, seed=0):
@@ -43,7 +46,7 @@ def test_bytes_are_those_of_the_tensors():
     weight = grouped()
     for name in available():
         layout = packing.LAYOUTS[name](weight, None)
-        bits = {"float16": 16, "bfloat16": 16, "int4": 5}[name]
+        bits = {"float32": 32, "float16": 16, "bfloat16": 16, "int4": 5}[name]
         assert layout.weight_bytes * 8 == bits * 64 * 96
 
 
@@ -79,6 +82,75 @@ def test_the_choice_is_measured_once_and_remembered(tmp_path, monkeypatch):
     assert choose_layouts(True) == first
     assert calls == [True]
     assert first.many != "int4"
+
+
+NOW = datetime.datetime.now(datetime.UTC)
+GOOD = {"few": "float32", "many": "float32", "turn": 0, "date": NOW.isoformat(), "spread": 1.1}
+OLD = (NOW - datetime.timedelta(hours=2)).isoformat()
+
+
+@pytest.mark.parametrize(
+    "value",
+    [{}, {"few": "zz"}, {"many": "int4"}, {"few": ["float16"]}, {"many": {}}, {"turn": "1"}, {"turn": -1},
+     {"turn": True}, {"turn": None}, {"few": "int4"}, {"date": "yesterday"}, {"date": None}, {"spread": "wide"},
+     {"spread": 9.0, "date": OLD}],
+)  # fmt: skip
+def test_a_remembered_choice_that_cannot_be_believed_is_measured_again(tmp_path, monkeypatch, value):
+    """The file holds the right key. Of these weights none is in 4-bit codes; the last was taken on a busy machine."""
+    monkeypatch.setenv("MINILLM_CACHE", str(tmp_path))
+    monkeypatch.setattr(packing, "_measure", lambda int4: GOOD)
+    assert choose_layouts(False) == Choice("float32", "float32", 0)
+    (path,) = tmp_path.iterdir()
+    damaged = {**GOOD, **value} if value else value
+    path.write_text(json.dumps({**json.loads(path.read_text()), "value": damaged}))
+    assert choose_layouts(False) == Choice("float32", "float32", 0)
+    assert json.loads(path.read_text())["value"] == GOOD
+
+
+def test_a_choice_of_a_busy_machine_holds_for_an_hour(tmp_path, monkeypatch):
+    monkeypatch.setenv("MINILLM_CACHE", str(tmp_path))
+    calls = []
+    monkeypatch.setattr(packing, "_measure", lambda int4: calls.append(int4) or {**GOOD, "spread": 9.0})
+    assert choose_layouts(False) == choose_layouts(False)
+    assert calls == [False]
+
+
+def test_a_remembered_layout_that_this_cpu_lost_is_measured_again(tmp_path, monkeypatch):
+    monkeypatch.setenv("MINILLM_CACHE", str(tmp_path))
+    values = [{**GOOD, "few": "bfloat16", "many": "float16", "turn": 4}, GOOD]
+    monkeypatch.setattr(packing, "_measure", lambda int4: values.pop(0))
+    monkeypatch.setattr(packing, "available", lambda: ["float32", "float16", "bfloat16"])
+    assert choose_layouts(False) == choose_layouts(False) == Choice("bfloat16", "float16", 4)
+    monkeypatch.setattr(packing, "available", lambda: ["float32", "float16"])
+    assert choose_layouts(False) == Choice("float32", "float32", 0)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "choice"),
+    [
+        ({"float32": (9, 9), "float16": (5, 9), "int4": (4.9, 99)}, ("float16", "float16", 0)),
+        ({"float32": (9, 9), "float16": (5, 9), "int4": (3, 99)}, ("int4", "float16", 1)),
+        ({"float32": (9, 9), "bfloat16": (20, 900), "int4": (3, 99)}, ("int4", "float32", 1)),
+        ({"float32": (9, 900), "bfloat16": (9.5, 50)}, ("bfloat16", "bfloat16", 0)),
+        ({"float32": (9, 9), "float16": (12, 12)}, ("float32", "float32", 0)),
+    ],
+)
+def test_the_fastest_are_chosen(seconds, choice):
+    """(one row, many rows) of each: 4 bits for few rows beside whatever is best for many, float32 included."""
+    by_rows = {name: {r: one if r == 1 else many for r in packing.ROWS} for name, (one, many) in seconds.items()}
+    assert packing._choose(by_rows) == choice
+
+
+def test_codes_for_few_rows_beside_float32_for_many(monkeypatch):
+    monkeypatch.setattr(packing, "choose_layouts", lambda int4: Choice("int4", "float32", 1))
+    if "int4" not in available():
+        return  # this CPU has no kernel for the pair
+    make, name = linear_maker("auto", True)
+    weight = grouped()
+    layer, x = make([weight], None), torch.randn(3, 96)
+    assert name == "int4 up to 1 rows, float32 above"
+    assert torch.equal(layer(x), x @ weight.dequantize().T)
+    assert layer.weight_bytes * 8 == 5 * 64 * 96
 
 
 def test_an_unwritable_cache_costs_a_warning(tmp_path, monkeypatch):

@@ -21,7 +21,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ..errors import RequestError
+from ..errors import RequestError, short
 from ..storage import remembered
 from .hardware import GIGA, Hardware
 
@@ -31,6 +31,7 @@ _SECONDS_A_CEILING = 0.4
 _RUNS = (5, 15)  # at least, at most
 _STEADY = 1.5  # a median this many times the fastest run says that something else was running
 _MATMUL_SIZES = {"cpu": (1024, 2048), "cuda": (4096, 8192)}
+_TRIAL_SIZE = 256
 _MATMUL_DTYPES = {"cpu": ("float32", "bfloat16"), "cuda": ("float32", "float16", "bfloat16")}
 
 
@@ -47,7 +48,9 @@ def this_machine(device: str = "cpu", refresh: bool = False) -> Hardware:
         if (known := _believed(value, now)) is not None:
             _warn_if_busy(known)
             return known
-    raise RequestError(f"the ceilings measured on {key['device']} make no sense: {value}; measure on an idle machine")
+    raise RequestError(
+        f"the ceilings measured on {key['device']} make no sense: {short(value, 300)}; measure on an idle machine"
+    )
 
 
 def measure(device: str = "cpu", buffer_bytes: int | None = None) -> Hardware:
@@ -91,7 +94,7 @@ def _believed(value: dict[str, Any], now: datetime.datetime) -> Hardware | None:
         sound = bool(known.peak_flops) and all(math.isfinite(number) and number > 0 for number in numbers)
         age = now - datetime.datetime.fromisoformat(record["date"])
         holds = record["spread"] <= _STEADY or age < datetime.timedelta(hours=1)
-    except (ValueError, TypeError, KeyError, AttributeError):
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
         return None
     return known if sound and holds else None
 
@@ -183,16 +186,22 @@ def _bandwidths(timer: _Timer, buffer_bytes: int) -> tuple[float, float]:
 
 
 def _matmul_rate(timer: _Timer, dtype: str) -> float | None:
-    """FLOP/s of a square matrix product, the best of two sizes; None if torch cannot do it in `dtype` here."""
+    """FLOP/s of a square matrix product, the best of two sizes; None if torch cannot do it in `dtype` here.
+
+    A processor without bfloat16 units may take a minute for one large product. A small trial tells: what is far
+    behind float32 there is not worth waiting for, and its rate in the trial is the answer.
+    """
+    try:
+        trial = _product_rate(timer, dtype, _TRIAL_SIZE)
+        if dtype != "float32" and trial < 0.1 * _product_rate(timer, "float32", _TRIAL_SIZE):
+            return trial
+        return max(_product_rate(timer, dtype, size) for size in _MATMUL_SIZES[timer.device])
+    except RuntimeError:
+        return None
+
+
+def _product_rate(timer: _Timer, dtype: str, size: int) -> float:
     import torch
 
-    rates = []
-    for size in _MATMUL_SIZES[timer.device]:
-        try:
-            left = torch.randn(size, size, device=timer.device).to(getattr(torch, dtype))
-            right = torch.randn(size, size, device=timer.device).to(getattr(torch, dtype))
-            seconds = timer.fastest_seconds(lambda left=left, right=right: left @ right)
-        except RuntimeError:
-            continue
-        rates.append(2 * size**3 / seconds)
-    return max(rates, default=None)
+    left, right = (torch.randn(size, size, device=timer.device).to(getattr(torch, dtype)) for _ in range(2))
+    return 2 * size**3 / timer.fastest_seconds(lambda: left @ right)

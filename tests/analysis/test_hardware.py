@@ -44,6 +44,12 @@ def test_unknown_devices_and_dtypes_are_refused():
         find_hardware("h10")
     with pytest.raises(ConfigError, match=r"abacus.*A100-40.*RTX-4090"):
         find_hardware("abacus")
+    for name in (None, 5, b"H100"):
+        with pytest.raises(ConfigError, match="a device's name is"):
+            find_hardware(name)
+    with pytest.raises(ConfigError) as caught:
+        find_hardware("x" * 100_000)
+    assert len(str(caught.value)) < 300
     with pytest.raises(ConfigError, match=r"T4 has no matrix rate for bfloat16.*float16"):
         find_hardware("t4").peak("bfloat16")
 
@@ -177,3 +183,19 @@ def test_a_measurement_that_makes_no_sense_is_an_error(cache, monkeypatch):
     monkeypatch.setattr(ceilings, "measure", lambda device: broken)
     with pytest.raises(RequestError, match="make no sense"):
         ceilings.this_machine()
+
+
+def test_a_dtype_without_units_is_not_waited_for(monkeypatch):
+    """On a CPU with no bfloat16 units a product of 2048 takes a minute: the small trial's rate is the answer."""
+    asked = []
+
+    def rate(timer, dtype, size):
+        asked.append((dtype, size))
+        return 2e9 if dtype == "bfloat16" else 1e11
+
+    monkeypatch.setattr(ceilings, "_product_rate", rate)
+    timer = ceilings._Timer("cpu")
+    assert ceilings._matmul_rate(timer, "bfloat16") == 2e9
+    assert max(size for dtype, size in asked if dtype == "bfloat16") == 256
+    assert ceilings._matmul_rate(timer, "float32") == 1e11
+    assert ("float32", 2048) in asked
