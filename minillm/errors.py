@@ -34,7 +34,10 @@ def short(value: object, limit: int = 60) -> str:
 
     Names come from files and may be as long as a file's author likes.
     """
-    text = " ".join(str(value).split())
+    try:
+        text = " ".join(str(value).split())
+    except ValueError:  # Python's own limit
+        text = "a number of thousands of digits"
     if len(text) <= limit:
         return text
     tail = (limit - 1) // 3

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import ConfigError
+from ..errors import ConfigError, short
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,9 @@ _PACKED = {
     "q5_1": Format("q5_1", 5, 32, scale_bits=16, zero_bits=16),
     "q8_0": Format("q8_0", 8, 32, scale_bits=16),
 }
-_INTEGER = re.compile(r"int([2-8])(?:-g(\d+))?(-sym)?")
+_LONGEST = 9  # digits of a group size
+_WIDEST = 1 << 20  # bytes of one number
+_INTEGER = re.compile(r"int([2-8])(?:-g([0-9]+))?(-sym)?")
 
 
 def format_of(value: Any) -> Format:
@@ -65,9 +67,9 @@ def format_of(value: Any) -> Format:
     """
     if isinstance(value, Format):
         return value
-    if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf"):
+    if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= _WIDEST:
         return Format(f"{value:g} bytes", value * 8)
-    name = str(value).removeprefix("torch.").lower()
+    name = "" if isinstance(value, int | float) else str(value).removeprefix("torch.").lower()
     name = _ALIASES.get(name, name)
     if name in _PLAIN:
         return Format(name, _PLAIN[name])
@@ -75,15 +77,19 @@ def format_of(value: Any) -> Format:
         return _PACKED[name]
     if match := _INTEGER.fullmatch(name):
         return _integer(name, int(match[1]), match[2], match[3] is not None)
+    shown = short(value if isinstance(value, int) else repr(value))
     raise ConfigError(
-        f"unknown number format {value!r}; use {', '.join([*_PLAIN, *_PACKED])}, "
+        f"unknown number format {shown}; use {', '.join([*_PLAIN, *_PACKED])}, "
         "int8, int4, int4-g32 (a group size) or int4-g128-sym (no zero point)"
     )
 
 
 def _integer(name: str, bits: int, group: str | None, symmetric: bool) -> Format:
-    if group is not None and int(group) < 1:
-        raise ConfigError(f"number format {name!r} has groups of {group}; a group holds at least 1 number")
+    if group is not None and (len(group) > _LONGEST or int(group) < 1):
+        raise ConfigError(
+            f"number format {short(name)!r} has groups of {short(group)}; a group holds at least 1 number, "
+            f"and its size has {_LONGEST} digits at most"
+        )
     if bits == 8 and group is None:
         return Format(name, 8, 0, scale_bits=16)
     return Format(name, bits, int(group or 128), scale_bits=16, zero_bits=0 if symmetric else 16)

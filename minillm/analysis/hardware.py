@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..errors import ConfigError
+from ..errors import ConfigError, short
 from .formats import format_of
 
 TERA, GIGA = 10**12, 10**9
@@ -106,11 +106,13 @@ def find_hardware(name: str | Hardware) -> Hardware:
     Raises ConfigError with the names there are."""
     if isinstance(name, Hardware):
         return name
+    if not isinstance(name, str):
+        raise ConfigError(f"a device's name is {short(repr(name))}; give a text such as 'H100', or a Hardware")
     key = name.strip().lower().replace(" ", "-").replace("_", "-")
     by_lower = {known.lower(): device for known, device in HARDWARE.items()}
     by_lower |= {alias: HARDWARE[target] for alias, target in _ALIASES.items()}
     if device := by_lower.get(key):
         return device
-    close = difflib.get_close_matches(key, by_lower, n=3, cutoff=0.5)
+    close = difflib.get_close_matches(short(key), by_lower, n=3, cutoff=0.5)
     hint = ", ".join(dict.fromkeys(by_lower[match].name for match in close)) or ", ".join(HARDWARE)
-    raise ConfigError(f"no device called {name!r} in the datasheet table; did you mean {hint}?")
+    raise ConfigError(f"no device called {short(name)!r} in the datasheet table; did you mean {hint}?")

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..config import ModelConfig
-from ..errors import RequestError
 from .formats import format_of
+from .numbers import whole_number
 
 
 def kv_heads_per_rank(config: ModelConfig, tensor_parallel: int) -> int:
@@ -51,10 +51,11 @@ def kv_bytes(
 ) -> float:
     """Bytes of the KV cache of one sequence of `tokens` tokens on one rank; a sliding layer holds min(tokens, window).
 
-    `block_size` rounds every layer's tokens up to whole blocks. Raises RequestError for a negative count.
+    `block_size` rounds every layer's tokens up to whole blocks. Raises RequestError for a count that is none.
     """
-    if tokens < 0 or block_size < 1:
-        raise RequestError(f"tokens {tokens} must be at least 0 and block_size {block_size} at least 1")
+    whole_number("tokens", tokens, 0)
+    whole_number("block_size", block_size, 1)
+    whole_number("tensor_parallel", tensor_parallel, 1)
     rows = sum(-(-held // block_size) * block_size for held in held_tokens(config, tokens, reserved))
     return rows * kv_layer_row_bytes(config, kv, tensor_parallel)
 

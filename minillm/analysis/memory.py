@@ -12,10 +12,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..config import ModelConfig
-from ..errors import RequestError
+from ..errors import RequestError, short
 from .formats import format_of
 from .hardware import Hardware, find_hardware
 from .kv_size import kv_bytes, kv_heads_per_rank
+from .numbers import MOST, is_number, whole_number
 from .op_cost import LOGIT_BYTES
 from .parameters import weight_bytes
 
@@ -49,13 +50,16 @@ class MemoryPlan:
     reserved: bool = False
 
     def __post_init__(self) -> None:
+        if not isinstance(self.config, ModelConfig):
+            raise RequestError(f"config is {short(repr(self.config))}; give a ModelConfig, such as model_config(name)")
         for name in ("tokens", "sequences", "tensor_parallel", "block_size", "step_tokens"):
-            if getattr(self, name) < 1:
-                raise RequestError(f"{name} is {getattr(self, name)}; a memory budget needs at least 1")
-        if not 0 <= self.headroom < 1 or self.workspace < 0:
-            raise RequestError(
-                f"headroom {self.headroom} must be a fraction from 0 to below 1, workspace {self.workspace} at least 0"
-            )
+            whole_number(name, getattr(self, name), 1)
+        whole_number("workspace", self.workspace, 0)
+        if not is_number(self.headroom) or not 0 <= self.headroom < 1:
+            raise RequestError(f"headroom is {short(repr(self.headroom))}; it must be a fraction from 0 to below 1")
+        heads, ranks = self.config.num_attention_heads, self.tensor_parallel
+        if heads % ranks:
+            raise RequestError(f"tensor_parallel is {ranks}; it must divide the model's {heads} attention heads")
 
     @property
     def kv_per_sequence(self) -> int:
@@ -160,9 +164,11 @@ def budget(
 
 
 def _largest(fits: Callable[[int], bool]) -> int:
-    """Largest count that fits, by doubling and halving; what fits at a count fits at every smaller one."""
+    """Largest count that fits, by doubling and halving, MOST at most; what fits at a count fits at every smaller."""
     high = 1
     while fits(high):
+        if high == MOST:
+            return high
         high *= 2
     low = high // 2
     while high - low > 1:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..config import ModelConfig
-from ..errors import ConfigError
+from ..errors import ConfigError, short
 
 
 @dataclass(frozen=True)
@@ -123,12 +123,14 @@ MODELS: Mapping[str, ModelEntry] = {entry.name: entry for entry in _ENTRIES}
 
 def find_model(name: str) -> ModelEntry:
     """The entry called `name`, whatever its capitals. Raises ConfigError with the closest names."""
+    if not isinstance(name, str):
+        raise ConfigError(f"a model's name is {short(repr(name))}; give a text such as {next(iter(MODELS))!r}")
     by_lower = {known.lower(): entry for known, entry in MODELS.items()}
     if entry := by_lower.get(name.strip().lower()):
         return entry
-    close = difflib.get_close_matches(name.lower(), by_lower, n=3, cutoff=0.4)
+    close = difflib.get_close_matches(short(name.lower()), by_lower, n=3, cutoff=0.4)
     hint = ", ".join(by_lower[match].name for match in close) or ", ".join(MODELS)
-    raise ConfigError(f"no model called {name!r} in the built-in table; did you mean {hint}?")
+    raise ConfigError(f"no model called {short(name)!r} in the built-in table; did you mean {hint}?")
 
 
 def model_config(name: str) -> ModelConfig:

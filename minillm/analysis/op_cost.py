@@ -7,10 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..config import ModelConfig
-from ..errors import RequestError
+from ..errors import RequestError, short
 from .formats import format_of
+from .numbers import MOST, whole_number
 from .parameters import kept_format, weight_table
 
+_MOST_SEQUENCES = 1 << 24  # of a step, which lists them
 LOGIT_BYTES = 4  # logits are float32 whatever the model runs in
 
 
@@ -27,18 +29,24 @@ class Step:
     logit_rows: int | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "new", tuple(self.new))
-        object.__setattr__(self, "cached", tuple(self.cached) or (0,) * len(self.new))
+        try:
+            object.__setattr__(self, "new", tuple(self.new))
+            object.__setattr__(self, "cached", tuple(self.cached) or (0,) * len(self.new))
+        except TypeError:
+            given = short(f"new {self.new!r} and cached {self.cached!r}")
+            raise RequestError(f"a step has {given}; each must be numbers of tokens, one a sequence") from None
         _check_step(self)
 
     @classmethod
     def prefill(cls, tokens: int, cached: int = 0, sequences: int = 1, logit_rows: int | None = None) -> Step:
         """`sequences` prompts of `tokens` new tokens each, after `cached` that are already there."""
+        whole_number("sequences", sequences, 1, _MOST_SEQUENCES)
         return cls((tokens,) * sequences, (cached,) * sequences, logit_rows)
 
     @classmethod
     def decode(cls, context: int, sequences: int = 1) -> Step:
         """One new token for each of `sequences` sequences that have `context` tokens in the cache."""
+        whole_number("sequences", sequences, 1, _MOST_SEQUENCES)
         return cls((1,) * sequences, (context,) * sequences)
 
     @property
@@ -76,11 +84,16 @@ def _check_step(step: Step) -> None:
         raise RequestError(
             f"a step has {len(step.new)} sequences with new tokens but {len(step.cached)} cache lengths; give one each"
         )
+    for name, counts in (("new", step.new), ("cached", step.cached)):
+        for count in counts:
+            whole_number(f"{name} tokens of a sequence", count, -MOST)
     if not step.new or min(step.new) < 1 or min(step.cached) < 0:
         raise RequestError(
             f"a step of new tokens {step.new[:8]} and cached {step.cached[:8]} cannot run; "
             "every sequence needs at least 1 new token and 0 cached"
         )
+    if step.logit_rows is not None:
+        whole_number("logit_rows", step.logit_rows, -MOST)
     if step.logit_rows is not None and not 0 <= step.logit_rows <= step.tokens:
         raise RequestError(f"logit_rows {step.logit_rows} must lie between 0 and the step's {step.tokens} tokens")
 

@@ -322,8 +322,22 @@ def test_a_sliding_layer_reads_no_more_than_its_window(context):
         (((1,), (-1,)), "0 cached"),
         (((4,), (0,), 5), "logit_rows 5"),
         (((4,), (0,), -1), "logit_rows -1"),
+        (((4,), (0,), "1"), "logit_rows is '1'"),
+        ((("a",),), "new tokens of a sequence is 'a'"),
+        (((1.5,),), "new tokens of a sequence is 1.5"),
+        (((1,), ([2],)), "cached tokens of a sequence is \\[2\\]"),
+        (((10**5000,),), "new tokens of a sequence is a number of thousands of digits"),
+        ((5,), "a step has new 5 and cached"),
+        (((1,), None), "a step has new .* and cached None"),
     ],
 )
 def test_impossible_steps_are_refused(arguments, message):
     with pytest.raises(RequestError, match=message):
         Step(*arguments)
+
+
+@pytest.mark.parametrize("sequences", [0, -1, "2", 1.0, 10**12])
+def test_impossible_numbers_of_sequences_are_refused(sequences):
+    for make in (Step.prefill, Step.decode):
+        with pytest.raises(RequestError, match="sequences is"):
+            make(8, sequences=sequences)

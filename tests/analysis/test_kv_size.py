@@ -114,7 +114,10 @@ def test_more_ranks_than_kv_heads_means_copies_and_mla_is_never_split():
 
 
 def test_impossible_lengths_are_refused():
-    with pytest.raises(RequestError, match="tokens -1"):
+    with pytest.raises(RequestError, match="tokens is -1"):
         kv_bytes(model_config("Llama-3-8B"), -1)
-    with pytest.raises(RequestError, match="block_size 0"):
+    with pytest.raises(RequestError, match="block_size is 0"):
         kv_bytes(model_config("Llama-3-8B"), 1, block_size=0)
+    for tokens in (float("nan"), "8", None, 8.0, True, 10**5000):
+        with pytest.raises(RequestError, match=r"tokens is .*; it must be"):
+            kv_bytes(model_config("Llama-3-8B"), tokens)

@@ -6,7 +6,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minillm.analysis import Hardware, budget, find_hardware, kv_bytes_per_token, model_config, weight_bytes
+from minillm.analysis import (
+    MODELS,
+    Hardware,
+    budget,
+    find_hardware,
+    kv_bytes_per_token,
+    memory,
+    model_config,
+    weight_bytes,
+)
 from minillm.errors import ConfigError, RequestError
 
 LLAMA_8B, LLAMA_70B = model_config("Llama-3-8B"), model_config("Llama-3-70B")
@@ -104,14 +113,35 @@ def test_a_budget_turns_into_plain_values():
 @pytest.mark.parametrize(
     ("options", "message"),
     [({"tokens": 0}, "tokens is 0"), ({"sequences": 0}, "sequences is 0"), ({"tensor_parallel": 0}, "tensor_parallel"),
-     ({"block_size": -1}, "block_size"), ({"headroom": 1.0}, "headroom 1.0"), ({"headroom": float("nan")}, "headroom"),
-     ({"step_tokens": 0}, "step_tokens"), ({"workspace": -1}, "workspace")],
+     ({"block_size": -1}, "block_size"), ({"headroom": 1.0}, "headroom is 1.0"), ({"headroom": float("nan")}, "headroom"),
+     ({"step_tokens": 0}, "step_tokens"), ({"workspace": -1}, "workspace"), ({"tokens": float("nan")}, "tokens is nan"),
+     ({"tokens": "8"}, "tokens is '8'"), ({"sequences": 1.0}, "sequences is 1.0"), ({"headroom": "0.1"}, "headroom"),
+     ({"sequences": 10**400}, "sequences is 1000"), ({"tokens": 10**5000}, "thousands of digits"),
+     ({"workspace": None}, "workspace is None"), ({"config": "Llama-3-8B"}, "config is 'Llama-3-8B'"),
+     ({"tensor_parallel": 3}, "tensor_parallel is 3; it must divide the model's 32 attention heads"),
+     ({"tensor_parallel": 64}, "tensor_parallel is 64; it must divide")],
 )  # fmt: skip
 def test_impossible_plans_are_refused(options, message):
     with pytest.raises(RequestError, match=message):
         budget(**({"config": LLAMA_8B, "tokens": 10} | options))
     with pytest.raises(ConfigError, match="nonsense"):
         budget(LLAMA_8B, 10, gpu="nonsense")
+
+
+def test_a_search_for_the_largest_count_ends():
+    """Even for a rule that everything fits, as on a device without an end."""
+    assert memory._largest(lambda count: True) == memory.MOST
+    endless = Hardware("endless", 1e30, 1e12, {"float16": 1e14})
+    assert budget(LLAMA_8B, 16, gpu=endless).max_sequences == memory.MOST
+    assert memory._largest(lambda count: count < memory.MOST) == memory.MOST - 1
+
+
+def test_every_number_of_gpus_that_is_needed_can_be_asked_for():
+    for name, entry in MODELS.items():
+        needed = budget(entry.config, 2048, gpu="h200", weight_dtype="fp8", kv_dtype="fp8").gpus_needed
+        assert budget(
+            entry.config, 2048, gpu="h200", weight_dtype="fp8", kv_dtype="fp8", tensor_parallel=needed
+        ).fits, name
 
 
 def test_a_device_of_ones_own():

@@ -52,3 +52,15 @@ def test_layers_that_slide():
     assert model_config("Gemma-3-27B").layer_types.count("sliding_attention") == 52
     assert set(model_config("Mistral-7B-v0.1").layer_types) == {"sliding_attention"}
     assert set(model_config("Mistral-7B").layer_types) == {"full_attention"}
+
+
+@pytest.mark.parametrize("name", [5, None, b"Llama-3-8B", ["x"]])
+def test_a_name_that_is_no_text_is_refused(name):
+    with pytest.raises(ConfigError, match="a model's name is"):
+        find_model(name)
+
+
+def test_a_long_name_is_told_in_short():
+    with pytest.raises(ConfigError) as caught:
+        find_model("x" * 100_000)
+    assert len(str(caught.value)) < 400

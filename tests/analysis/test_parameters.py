@@ -86,10 +86,16 @@ def test_bits_of_a_number_with_its_metadata(name, bits):
     assert format_of(name).bits_per_weight == bits
 
 
-@pytest.mark.parametrize("name", ["int9", "int4-g0", "int1", "", "bf17", None, -1, True, float("nan")])
+@pytest.mark.parametrize(
+    "name",
+    ["int9", "int4-g0", "int1", "", "bf17", None, -1, True, float("nan"), float("inf"), "int4-g٣",
+     pytest.param("x" * 5000, id="long"), pytest.param("int4-g" + "9" * 5000, id="long group"),
+     pytest.param(10**5000, id="long number")],
+)  # fmt: skip
 def test_unknown_formats_are_refused(name):
-    with pytest.raises(ConfigError, match="format"):
+    with pytest.raises(ConfigError, match="format") as caught:
         format_of(name)
+    assert len(str(caught.value)) < 400
 
 
 def test_quantized_bytes_of_real_packed_tensors():
