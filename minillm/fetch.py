@@ -51,7 +51,7 @@ def locate(source: str | Path | None) -> Path:
 
 
 def default_model_path(progress: bool = True) -> Path:
-    """SmolLM2-135M-Instruct on disk, fetched the first time (89 MB) and checked every time.
+    """SmolLM2-135M-Instruct on disk, fetched the first time (93 MB) and checked every time.
 
     Raises FetchError when it cannot be downloaded, stored or read. A file that is short or altered is fetched again.
     """
@@ -61,7 +61,7 @@ def default_model_path(progress: bool = True) -> Path:
     if path.exists():
         print(f"{path} is damaged; fetching it again", file=sys.stderr)
     elif progress:
-        print(f"Fetching SmolLM2-135M-Instruct (89 MB, once) into {path.parent}", file=sys.stderr)
+        print(f"Fetching SmolLM2-135M-Instruct (93 MB, once) into {path.parent}", file=sys.stderr)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         remove_leftovers(path.parent, f"{_TEMPORARY}*", f"{FILE}.*.part")

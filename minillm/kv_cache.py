@@ -37,7 +37,7 @@ class ContiguousCache:
 
     storage (layers, 2, max_tokens, Hkv, D): a token's keys in row `length`, so appending is one copy and nothing
     ever moves. Bytes = 2 · L · max_tokens · Hkv · D · bytes per element, used or not: the waste of reserving is the
-    subject of chapter 9. Raises RequestError when a sequence outgrows it.
+    subject of chapter 09. Raises RequestError when a sequence outgrows it.
     """
 
     def __init__(self, config: ModelConfig, max_tokens: int, dtype=torch.float32, device="cpu") -> None:

@@ -35,6 +35,8 @@ def print_table(v: dict[str, Any]) -> None:
             ("fraction reached", f"{v['decode_fraction_of_roofline']:.0%}", "bound / measured"),
         ],
     )
+    if v["decode_fraction_of_roofline"] > 1:
+        print("  (above 100%: the machine was busy while its bandwidth was measured, or weights stayed in its cache)\n")
     if "transformers" in v:
         _print_comparison(v, v["transformers"])
     if "quality" in v:

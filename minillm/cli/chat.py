@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 EXAMPLES = """
 python -m minillm chat
 python -m minillm chat --system "Answer in one sentence." --temperature 0
-python -m minillm chat --message "What is a KV cache?" --max-tokens 100 --json
+python -m minillm chat --message "What is the capital of France?" --max-tokens 100 --json
 """
 _COMMANDS = "/reset begins anew, /exit or Ctrl-D leaves, Ctrl-C stops an answer"
 

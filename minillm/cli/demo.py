@@ -42,7 +42,7 @@ def add_parser(commands) -> None:
         "answer a question and report what the answer cost",
         EXAMPLES,
         description="Answer a question with the default model, then report tokens, times and bytes beside what this "
-        "machine's memory bandwidth allows. The first run fetches the model (89 MB) and measures the machine.",
+        "machine's memory bandwidth allows. The first run fetches the model (93 MB) and measures the machine.",
     )
     parser.add_argument("--question", default=QUESTION, metavar="TEXT", help=f"default: {QUESTION}")
     parser.add_argument("--refresh", action="store_true", help="measure this machine's bandwidth again")
@@ -154,6 +154,9 @@ def _print(v: dict[str, Any], bound: DecodeBound) -> None:
     print("\n" + textwrap.fill(explain(bound, v["tpot_s"]), 100))
 
 
+BUSY_BELOW = 0.15  # of the roofline: quiet machines of every kind seen so far reach more
+
+
 def _ended(reason: str) -> str:
     return {"stop": "the model's end token", "length": "--max-tokens or the context"}[reason]
 
@@ -178,4 +181,10 @@ def explain(bound: DecodeBound, tpot_s: float) -> str:
     )
     if fraction >= 0.5:
         return f"Memory bandwidth was the limit: {floor}."
-    return f"Memory bandwidth sets the floor: {floor}; other programs on this machine add to that."
+    if fraction >= BUSY_BELOW:
+        return f"Memory bandwidth sets the floor: {floor}; other programs on this machine add to that."
+    return (
+        f"Memory bandwidth sets the floor: each token reads every weight once, which takes {seconds(bound.seconds)}. "
+        f"Measured was {1 / fraction:.0f} times that, more than slow kernels and small operators usually cost: other "
+        "programs are probably using the processor. Run it again when it is idle."
+    )

@@ -155,7 +155,7 @@ def _model() -> Iterator[Finding]:
     from ..storage import cache_dir
 
     path = cache_dir() / "models" / fetch.FILE
-    remedy = "python -m minillm demo fetches it (89 MB)"
+    remedy = "python -m minillm demo fetches it (93 MB)"
     try:
         intact = fetch.is_stored(path)
         state = (

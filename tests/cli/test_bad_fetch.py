@@ -57,7 +57,7 @@ def test_no_network(cache):
     assert done.returncode == 2
     assert done.stdout == ""
     first, *_, last = done.stderr.splitlines(keepends=True)
-    assert first.startswith("Fetching SmolLM2-135M-Instruct (89 MB, once)")
+    assert first.startswith("Fetching SmolLM2-135M-Instruct (93 MB, once)")
     assert "check the network" in one_line(last)
     assert "Traceback" not in done.stderr
     assert files(cache) == []
