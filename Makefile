@@ -33,8 +33,10 @@ unit: setup
 	$(BIN)/python -c "from minillm.fetch import default_model_path; default_model_path()"
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests -n 2 --dist loadfile -q --durations=10
 
+# One thread here too: with two, a step waits for both, and on a machine that does other work a wait costs more than
+# the step, so that no comparison of times would hold.
 notebooks: setup
-	$(BIN)/python -m pytest --nbval-lax --nbval-current-env --nbval-cell-timeout=300 -q --durations=5 \
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --nbval-lax --nbval-current-env --nbval-cell-timeout=300 -q --durations=5 \
 		notebooks exercises/solutions
 
 setup: $(STAMP)
