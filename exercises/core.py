@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from minillm.errors import MinillmError
 
 PASSED, FAILED, NOT_STARTED = "passed", "not yet", "not started"
+OWN_WORK, TIME_LIMIT = "own work", "time limit"  # what may fail besides an exercise's own checks
 
 
 class ExerciseError(MinillmError):

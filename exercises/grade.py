@@ -6,15 +6,15 @@ Time limits belong to the callers: `sandbox` (a child process that can be killed
 from __future__ import annotations
 
 import linecache
-import sys
 import time
 import traceback
 import types
 from collections.abc import Callable
 from typing import Any
 
-from .core import FAILED, NOT_STARTED, PASSED, Exercise, Failed, Outcome
+from .core import FAILED, NOT_STARTED, OWN_WORK, PASSED, Exercise, Failed, Outcome
 from .judge import Guarded, Judge
+from .own_work import must_be_own_work, namespace_of
 
 
 def grade(exercise: Exercise, entry: Any) -> Outcome:
@@ -24,7 +24,7 @@ def grade(exercise: Exercise, entry: Any) -> Outcome:
     try:
         must_be_own_work(exercise, entry)
     except Failed as verdict:
-        outcome.status, outcome.check, outcome.message = FAILED, "own work", str(verdict)
+        outcome.status, outcome.check, outcome.message = FAILED, OWN_WORK, str(verdict)
     else:
         guarded = Guarded(entry, exercise.entry, exercise.mutates)
         for check in exercise.checks:
@@ -71,50 +71,3 @@ def _links(trace: types.TracebackType | None):
     while trace is not None:
         yield trace
         trace = trace.tb_next
-
-
-def namespace_of(entry: Any) -> dict | None:
-    """The globals that the learner's code runs in, of a function or of a class's methods."""
-    for candidate in (entry, *vars(entry).values()) if isinstance(entry, type) else (entry,):
-        function = getattr(candidate, "__func__", candidate)
-        if isinstance(function, types.FunctionType):
-            return function.__globals__
-    return None
-
-
-def must_be_own_work(exercise: Exercise, entry: Any) -> None:
-    """Raises Failed when the entry is not a function or class, or leans on a module the exercise forbids.
-
-    Follows every function of the learner's own that the entry mentions. It catches the honest shortcut, not a
-    determined fraud: whoever grades strangers should also read what they wrote.
-    """
-    if not callable(entry):
-        raise Failed(f"{exercise.entry} is {type(entry).__name__}, not a function or class.")
-    if _forbidden(getattr(entry, "__module__", None), exercise.forbids):
-        raise Failed(f"{exercise.entry} comes from {entry.__module__}; the exercise is to write it here.")
-    namespace = namespace_of(entry) or {}
-    seen, todo = set(), list(_code_of(entry))
-    while todo:
-        code = todo.pop()
-        if code in seen:
-            continue
-        seen.add(code)
-        todo += [const for const in code.co_consts if isinstance(const, types.CodeType)]
-        for name in code.co_names:
-            value = namespace.get(name)
-            origin = value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None)
-            for module in (name if name in sys.modules else None, origin):
-                if _forbidden(module, exercise.forbids):
-                    raise Failed(f"{exercise.entry} uses {module}; the exercise is to do without it.")
-            if namespace_of(value) is namespace:
-                todo += _code_of(value)
-
-
-def _forbidden(module: Any, prefixes: tuple[str, ...]) -> bool:
-    return isinstance(module, str) and any(module == p or module.startswith(p + ".") for p in prefixes)
-
-
-def _code_of(entry: Any) -> list[types.CodeType]:
-    members = vars(entry).values() if isinstance(entry, type) else (entry,)
-    functions = [getattr(member, "__func__", getattr(member, "fget", None) or member) for member in members]
-    return [function.__code__ for function in functions if isinstance(function, types.FunctionType)]

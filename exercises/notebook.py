@@ -7,7 +7,7 @@ import threading
 from typing import Any
 
 from . import registry
-from .core import FAILED, Outcome
+from .core import FAILED, TIME_LIMIT, Outcome
 from .grade import grade
 
 IN_CHILD = "MINILLM_EXERCISES_CHILD"  # set while a whole notebook is graded: its own check cells then do nothing
@@ -32,4 +32,4 @@ def check(chapter: str, name: str, entry: Any) -> Outcome | None:
         f"Still running after {exercise.seconds:g} s. Likely mistake: a loop that never ends. "
         "Restart the kernel: it is still turning."
     )
-    return Outcome(exercise.chapter, exercise.name, FAILED, message, "time limit", exercise.seconds)
+    return Outcome(exercise.chapter, exercise.name, FAILED, message, TIME_LIMIT, exercise.seconds)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from . import registry
-from .core import FAILED, NOT_STARTED, Exercise, ExerciseError, Outcome
+from .core import FAILED, NOT_STARTED, OWN_WORK, TIME_LIMIT, Exercise, ExerciseError, Outcome
 from .files import code_cells, defining_cell, read_notebook, source, strip_solution, without_marks
 from .sandbox import Attempt, run
 
@@ -88,7 +88,7 @@ def verdicts(exercise: Exercise, outcomes: dict[str, Outcome]) -> list[str]:
     checks = {check.__name__ for check in exercise.checks}
     for mistake in exercise.mistakes:
         outcome = outcomes[f"mistake: {mistake.name}"]
-        if mistake.caught_by not in checks | {"time limit"}:
+        if mistake.caught_by not in checks | {OWN_WORK, TIME_LIMIT}:
             problems.append(f"mistake {mistake.name!r} names no check of this exercise: {mistake.caught_by!r}")
         elif outcome.status != FAILED or outcome.check != mistake.caught_by or not outcome.message:
             problems.append(

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from . import registry
-from .core import FAILED, Exercise, Outcome
+from .core import FAILED, TIME_LIMIT, Exercise, Outcome
 from .notebook import IN_CHILD
 
 START_LIMIT = 180.0  # seconds for the interpreter and the chapter's imports, on a busy machine
@@ -101,7 +101,7 @@ def _lost(exercise: Exercise, stage: str, code: int | None, errors: Path) -> Out
     else:
         tail = errors.read_text(encoding="utf-8", errors="replace").strip().split("\n")[-1][:200]
         message = f"The process ended (exit code {code}) before the check was done. {tail}".strip()
-    return Outcome(exercise.chapter, exercise.name, FAILED, message, "time limit" if code is None else "process")
+    return Outcome(exercise.chapter, exercise.name, FAILED, message, TIME_LIMIT if code is None else "process")
 
 
 def _kill(child: subprocess.Popen) -> None:
