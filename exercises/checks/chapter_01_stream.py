@@ -95,6 +95,42 @@ def broken_bytes_do_not_block(StreamingDecoder, judge: Judge) -> None:
     judge.true("good tex" in early, "One broken byte holds back the good text behind it until flush.")
 
 
+def broken_bytes_end_where_they_break(StreamingDecoder, judge: Judge) -> None:
+    for pieces, where in (
+        ((b"\xe2", b"\x28", b"\xe2\x82", b"\xac"), "b'\\xe2' promises three bytes, and '(' is not one of them"),
+        ((b"\xff\xe2", b"\x82\xac"), "a broken byte stands before the beginning of a good character"),
+    ):
+        judge.equal(
+            "".join(drained(StreamingDecoder, list(pieces), judge)),
+            b"".join(pieces).decode("utf-8", errors="replace"),
+            f"pushed {pieces}: {where}. Likely mistake: the promised number of bytes taken whatever they are, or all "
+            "that is held replaced at once.",
+        )
+
+
+def whatever_the_bytes(StreamingDecoder, judge: Judge) -> None:
+    draw = random.Random(6)
+    for _ in range(300):
+        data = bytes(draw.choices(b"a(\x80\x82\xa0\xac\xbf\xc0\xc3\xe0\xe2\xed\xf0\xf4\xf5\xff", k=draw.randint(1, 9)))
+        at = draw.randint(0, len(data))
+        pieces = [data[:at], *(data[i : i + 1] for i in range(at, len(data)))]
+        judge.equal(
+            "".join(drained(StreamingDecoder, pieces, judge)),
+            data.decode("utf-8", errors="replace"),
+            f"pushed {pieces}. Likely mistake: a case of broken bytes that the examples missed.",
+        )
+
+
+def flush_gives_once(StreamingDecoder, judge: Judge) -> None:
+    decoder = StreamingDecoder()
+    pushed(decoder, b"ok \xe6\x97", judge)
+    judge.equal(
+        [decoder.flush(), decoder.flush()],
+        ["\ufffd", ""],
+        "flushed twice. Likely mistake: what flush has returned is still held.",
+    )
+
+
 STREAM = Exercise(
     name="streaming_decoder",
     entry="StreamingDecoder",
@@ -109,6 +145,9 @@ STREAM = Exercise(
         the_stream_is_the_text,
         nothing_certain_waits,
         broken_bytes_do_not_block,
+        broken_bytes_end_where_they_break,
+        whatever_the_bytes,
+        flush_gives_once,
     ],
     mistakes=[
         Mistake(
@@ -192,6 +231,89 @@ class StreamingDecoder:
     def flush(self):
         return self.held.decode(errors="replace")
 """,
+        ),
+        Mistake(
+            "believes the first byte",
+            "broken_bytes_end_where_they_break",
+            source="""
+class StreamingDecoder:
+    def __init__(self):
+        self.held = b""
+
+    def push(self, piece):
+        self.held, text = self.held + piece, ""
+        while self.held:
+            first = self.held[0]
+            length = 1 if first < 0xC0 or first > 0xF7 else 2 if first < 0xE0 else 3 if first < 0xF0 else 4
+            if len(self.held) < length:
+                break
+            text += self.held[:length].decode("utf-8", "replace")
+            self.held = self.held[length:]
+        return text
+
+    def flush(self):
+        text, self.held = self.held.decode("utf-8", "replace"), b""
+        return text
+""",
+        ),
+        Mistake(
+            "all right or all replaced",
+            "broken_bytes_end_where_they_break",
+            source="""
+class StreamingDecoder:
+    def __init__(self):
+        self.held = b""
+
+    def push(self, piece):
+        data = self.held + piece
+        for keep in range(4):
+            try:
+                text = data[: len(data) - keep].decode()
+            except UnicodeDecodeError:
+                continue
+            self.held = data[len(data) - keep :]
+            return text
+        self.held = b""
+        return data.decode("utf-8", "replace")
+
+    def flush(self):
+        text, self.held = self.held.decode("utf-8", "replace"), b""
+        return text
+""",
+        ),
+        Mistake(
+            "one sign for a whole impossible character",
+            "whatever_the_bytes",
+            source="""
+class StreamingDecoder:
+    def __init__(self):
+        self.held = b""
+
+    def push(self, piece):
+        self.held, text = self.held + piece, ""
+        while self.held:
+            first, size = self.held[0], 1
+            length = 1 if first < 0xC0 or first > 0xF7 else 2 if first < 0xE0 else 3 if first < 0xF0 else 4
+            while size < min(length, len(self.held)) and self.held[size] >> 6 == 0b10:
+                size += 1
+            if len(self.held) == size < length:
+                break
+            try:
+                text += self.held[:size].decode()
+            except UnicodeDecodeError:
+                text += "\ufffd"
+            self.held = self.held[size:]
+        return text
+
+    def flush(self):
+        text, self.held = self.held.decode("utf-8", "replace"), b""
+        return text
+""",
+        ),
+        Mistake(
+            "flush keeps it",
+            "flush_gives_once",
+            edit=('errors="replace")\n        self.held = b""', 'errors="replace")'),
         ),
     ],
     forbids=("minillm.tokenizer", "codecs", "_codecs", "encodings", "io"),

@@ -13,6 +13,7 @@ from exercises import Exercise, Judge, Mistake
 
 from .chapter_02_attention import ATTENTION
 from .chapter_02_mask import MASK
+from .chapter_02_ready_made import WithoutReadyMade
 
 
 def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -69,13 +70,37 @@ def large_half_numbers(rms_norm, judge: Judge) -> None:
     )
 
 
+def rounded_once(rms_norm, judge: Judge) -> None:
+    x, weight = drawn(16, 32, seed=5).to(torch.float16), drawn(32, seed=6)
+    judge.close(
+        rms_norm(x, weight, 1e-5).double(),
+        F.rms_norm(x.double(), (32,), weight.double(), 1e-5),
+        "A result in float16 is off by half a step at most, which is one part in 2,048. Likely mistake: back in "
+        "float16 before the weight, which rounds twice; convert at the very end.",
+        rtol=2**-11 * 1.01,
+        atol=1e-6,
+    )
+
+
+def written_by_hand(rms_norm, judge: Judge) -> None:
+    with WithoutReadyMade("rms_norm"):
+        rms_norm(drawn(2, 3), torch.ones(3), 1e-5)
+
+
 NORM = Exercise(
     name="rms_norm",
     title="RMSNorm",
     chapter="02",
     difficulty=1,
     minutes=10,
-    checks=[worked_by_hand, nothing_is_subtracted, weight_and_epsilon, large_half_numbers],
+    checks=[
+        worked_by_hand,
+        nothing_is_subtracted,
+        weight_and_epsilon,
+        large_half_numbers,
+        rounded_once,
+        written_by_hand,
+    ],
     mistakes=[
         Mistake("sum, not mean", "worked_by_hand", edit=(".mean(dim", ".sum(dim")),
         Mistake("no root", "worked_by_hand", edit=("torch.sqrt(mean_square + eps)", "(mean_square + eps)")),
@@ -104,6 +129,27 @@ def rms_norm(x, weight, eps):
         Mistake("no weight", "weight_and_epsilon", edit=(" * weight)", ")")),
         Mistake("squares in float16", "large_half_numbers", edit=("x.to(torch.float32)", "x")),
         Mistake("stays in float32", "large_half_numbers", edit=(".to(x.dtype)", "")),
+        Mistake(
+            "the weight after rounding",
+            "rounded_once",
+            edit=(" * weight).to(x.dtype)", ").to(x.dtype) * weight.to(x.dtype)"),
+        ),
+        Mistake(
+            "torch's own norm",
+            "written_by_hand",
+            source="""
+def rms_norm(x, weight, eps):
+    return torch.rms_norm(x.float(), (x.shape[-1],), weight, eps).to(x.dtype)
+""",
+        ),
+        Mistake(
+            "torch's own norm, two attributes down",
+            "own work",
+            source="""
+def rms_norm(x, weight, eps):
+    return torch.nn.functional.rms_norm(x.float(), (x.shape[-1],), weight, eps).to(x.dtype)
+""",
+        ),
     ],
     forbids=("minillm.layers", "torch.nn"),
 )
@@ -179,6 +225,18 @@ def keeps_the_dtype(rotate, judge: Judge) -> None:
     )
 
 
+def rounded_at_the_end(rotate, judge: Judge) -> None:
+    x, positions = drawn(8, 2, 16, seed=7).to(torch.bfloat16), list(range(300, 308))
+    judge.close(
+        rotate(x, torch.tensor(positions), 10000.0).double(),
+        by_matrices(x, positions, 10000.0),
+        "A result in bfloat16 is off by half a step at most, which is one part in 256. Likely mistake: cosines, sines "
+        "or products rounded to x's dtype; convert at the end, once.",
+        rtol=2**-8,
+        atol=2e-4,
+    )
+
+
 ROTATE = Exercise(
     name="rotate",
     title="Rotary embedding",
@@ -191,6 +249,7 @@ ROTATE = Exercise(
         halves_not_neighbours,
         each_token_and_point,
         keeps_the_dtype,
+        rounded_at_the_end,
     ],
     mistakes=[
         Mistake("positions from one", "position_zero_stays", edit=("positions[:, None]", "(positions[:, None] + 1)")),
@@ -226,6 +285,11 @@ def rotate(x, positions, base=10000.0):
             "angles in x's dtype",
             "keeps_the_dtype",
             edit=("positions[:, None].to(torch.float32)", "positions[:, None].to(x.dtype).to(torch.float32)"),
+        ),
+        Mistake(
+            "cosines in x's dtype",
+            "rounded_at_the_end",
+            edit=("    a, b = x.chunk", "    cos, sin = cos.to(x.dtype), sin.to(x.dtype)\n    a, b = x.chunk"),
         ),
     ],
     forbids=("minillm.layers", "transformers"),

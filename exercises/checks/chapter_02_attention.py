@@ -7,6 +7,8 @@ import torch.nn.functional as F
 
 from exercises import Exercise, Judge, Mistake
 
+from .chapter_02_ready_made import WithoutReadyMade
+
 
 def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
@@ -91,15 +93,21 @@ def large_scores(grouped_attention, judge: Judge) -> None:
 
 
 def written_by_hand(grouped_attention, judge: Judge) -> None:
-    def ready_made(*args, **kwargs):
-        judge.true(False, "scaled_dot_product_attention is the answer ready-made; write the formula.")
-
-    shipped, F.scaled_dot_product_attention = F.scaled_dot_product_attention, ready_made
-    try:
+    with WithoutReadyMade("scaled_dot_product_attention"):
         grouped_attention(*heads(2, 3, 2, 1, 4))
-    finally:
-        F.scaled_dot_product_attention = shipped
 
+
+_TORCHS_OWN = """
+import torch
+import {imported}
+
+
+def grouped_attention(q, k, v):
+    T, S = len(q), len(k)
+    visible = torch.ones(T, S, dtype=torch.bool).tril(S - T)
+    q, k, v = (part.transpose(0, 1)[None] for part in (q, k, v))
+    return {attend}(q, k, v, attn_mask=visible, enable_gqa=True)[0].transpose(0, 1)
+"""
 
 ATTENTION = Exercise(
     name="grouped_attention",
@@ -158,16 +166,23 @@ ATTENTION = Exercise(
         Mistake(
             "torch's own attention",
             "written_by_hand",
+            source=_TORCHS_OWN.format(imported="torch.nn.functional as F", attend="F.scaled_dot_product_attention"),
+        ),
+        Mistake(
+            "torch's own attention, renamed",
+            "written_by_hand",
+            source="from torch.nn.functional import scaled_dot_product_attention as attend\n"
+            + _TORCHS_OWN.format(imported="math", attend="attend"),
+        ),
+        Mistake(
+            "the package's own",
+            "own work",
             source="""
-import torch
-import torch.nn.functional as F
+import minillm.attention
 
 
 def grouped_attention(q, k, v):
-    T, S = len(q), len(k)
-    visible = torch.ones(T, S, dtype=torch.bool).tril(S - T)
-    q, k, v = (part.transpose(0, 1)[None] for part in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, enable_gqa=True)[0].transpose(0, 1)
+    return minillm.attention.naive_attention(q, k, v)
 """,
         ),
     ],

@@ -102,6 +102,17 @@ def causal_mask(queries, keys, window=None):
             "window_counts_itself",
             edit=("query - key < window", "keys - 1 - key < window"),
         ),
+        Mistake(
+            "the package's own",
+            "own work",
+            source="""
+import minillm.attention
+
+
+def causal_mask(queries, keys, window=None):
+    return minillm.attention.causal_mask(queries, keys, window)
+""",
+        ),
     ],
     forbids=("minillm.attention",),
 )

@@ -67,6 +67,19 @@ def refusal_changes_nothing(RowCache, judge: Judge) -> None:
     judge.close(values, tokens(4)[1], hint)
 
 
+def float32_in_float32_out(RowCache, judge: Judge) -> None:
+    k, v = (rows / 3 for rows in tokens(3))
+    keys, values = appended(RowCache(8, HEADS, DIM), k, v, judge)
+    for got, put, which in ((keys, k, "keys"), (values, v, "values")):
+        judge.true(got.dtype == torch.float32, f"the {which} are {got.dtype}, must be torch.float32.")
+        judge.equal(
+            got,
+            put,
+            f"These are the {which}, thirds. Likely mistake: rows of fewer bits than float32, which round what is "
+            "kept.",
+        )
+
+
 def reset_begins_again(RowCache, judge: Judge) -> None:
     cache = RowCache(4, HEADS, DIM)
     appended(cache, *tokens(4), judge)
@@ -146,6 +159,7 @@ ROW_CACHE = Exercise(
         rows_stay_in_order,
         fills_the_last_row,
         refusal_changes_nothing,
+        float32_in_float32_out,
         reset_begins_again,
         caches_are_apart,
         nothing_moves,
@@ -168,6 +182,19 @@ ROW_CACHE = Exercise(
             "counts, then looks",
             "refusal_changes_nothing",
             edit=("        if end > len", "        self.length = end\n        if end > len"),
+        ),
+        Mistake(
+            "rows of half the bits",
+            "float32_in_float32_out",
+            edit=(
+                "self.keys = torch.zeros(max_tokens, heads, dim)",
+                "self.keys = torch.zeros(max_tokens, heads, dim).half()",
+            ),
+        ),
+        Mistake(
+            "values rounded on the way in",
+            "float32_in_float32_out",
+            edit=("self.values[start:end] = v", "self.values[start:end] = v.to(torch.bfloat16)"),
         ),
         Mistake(
             "reset does nothing",

@@ -76,6 +76,20 @@ def equals_exact_arithmetic(top_p, judge: Judge) -> None:
         compared(top_p, parts, draw.randint(1, 1023) / 1024, judge, "on random distributions.")
 
 
+def in_float64(top_p, judge: Judge) -> None:
+    probs = torch.tensor([1, 5, 3, 7], dtype=torch.float64) / 16
+    for p in (0.75, 1.0):
+        got = top_p(probs, p)
+        judge.type(got, torch.Tensor)
+        judge.true(
+            got.dtype == torch.float64,
+            f"the dtype is {got.dtype}, must be torch.float64. Likely mistake: a new tensor takes float32 unless told.",
+        )
+    hint = "Likely mistake: computed in float32, which cannot tell these sums from p."
+    for parts in ([2**39 + 1, 2**39 - 1], [2**39 - 1, 2**39 + 1]):
+        compared(top_p, parts, 0.5 + 2.0**-41, judge, f"for a half and a trace, and p of half the trace more. {hint}")
+
+
 _IN_PLACE = """
 def top_p(probs, p):
     order = probs.argsort(descending=True, stable=True)
@@ -99,6 +113,17 @@ def top_p(probs, p):
     return kept / kept.sum()
 """
 
+_NEW_TENSOR = """
+def top_p(probs, p):
+    kept, total = torch.zeros(len(probs)), 0.0
+    for i in sorted(range(len(probs)), key=lambda i: -probs[i].item()):
+        if total >= p and p < 1:
+            break
+        kept[i] = probs[i]
+        total += probs[i].item()
+    return kept / kept.sum()
+"""
+
 TOP_P = Exercise(
     name="top_p",
     title="Top-p",
@@ -110,6 +135,7 @@ TOP_P = Exercise(
         reaching_p_is_enough,
         one_always_survives,
         ties_go_to_the_lower_id,
+        in_float64,
         one_keeps_everything,
         equals_exact_arithmetic,
     ],
@@ -127,6 +153,12 @@ TOP_P = Exercise(
             edit=("count = int((before < p).sum())", "count = int((before[1:] < p).sum()) + (p > 0.01)"),
         ),
         Mistake("all of the equals", "ties_go_to_the_lower_id", source=_ALL_EQUALS),
+        Mistake("float32 comes back", "in_float64", source=_NEW_TENSOR),
+        Mistake(
+            "float32 in between",
+            "in_float64",
+            edit=("ordered.cumsum(0)", "ordered.float().cumsum(0)"),
+        ),
         Mistake("p = 1 cuts", "one_keeps_everything", edit=("if p >= 1:", "if p > 1:")),
     ],
     forbids=("minillm.sampling", "transformers"),

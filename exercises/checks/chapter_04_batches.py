@@ -31,6 +31,12 @@ def a_tie_has_not_turned(turning_batch, judge: Judge) -> None:
             "Both sides take equally long one sequence earlier. Likely mistake: rounding up, which leaves a whole "
             "number where it is.",
         )
+    judge.equal(
+        turning_batch(2**31, 2**31 - 1, 0, 1, 1),
+        1,
+        "Reading takes a hair less than the arithmetic of one sequence. Likely mistake: a small number added before "
+        "rounding up.",
+    )
 
 
 def at_least_one(turning_batch, judge: Judge) -> None:
@@ -77,9 +83,17 @@ def equals_brute_force(turning_batch, judge: Judge) -> None:
         )
 
 
+def a_million_is_no_end(turning_batch, judge: Judge) -> None:
+    judge.equal(
+        turning_batch(1, 1e6, 0, 1, 1),
+        1_000_001,
+        "It turns, late. Likely mistake: counting that gives up at some largest batch; decide first whether it turns.",
+    )
+
+
 GIVES_UP = """
 def turning_batch(flops_per_token, weight_bytes, kv_bytes_per_sequence, peak, bandwidth):
-    for batch in range(1, 101):
+    for batch in range(1, {most} + 1):
         if batch * flops_per_token / peak > (weight_bytes + batch * kv_bytes_per_sequence) / bandwidth:
             return batch
     return None
@@ -98,11 +112,17 @@ TURN = Exercise(
         caches_move_the_turn,
         some_never_turn,
         equals_brute_force,
+        a_million_is_no_end,
     ],
     mistakes=[
         Mistake("one rate for both", "without_caches", edit=("flops_per_token / peak", "flops_per_token / bandwidth")),
         Mistake("rounds down", "without_caches", edit=("math.floor(equal) + 1", "max(1, math.floor(equal))")),
         Mistake("rounds up", "a_tie_has_not_turned", edit=("math.floor(equal) + 1", "math.ceil(equal)")),
+        Mistake(
+            "a hair more, rounded up",
+            "a_tie_has_not_turned",
+            edit=("math.floor(equal) + 1", "math.ceil(equal + 1e-9)"),
+        ),
         Mistake("one too many", "without_caches", edit=("math.floor(equal) + 1", "math.floor(equal) + 2")),
         Mistake("starts at two", "at_least_one", edit=("math.floor(equal) + 1", "max(2, math.floor(equal) + 1)")),
         Mistake("caches are free", "caches_move_the_turn", edit=("kv_bytes_per_sequence / bandwidth", "0")),
@@ -116,7 +136,8 @@ TURN = Exercise(
         ),
         Mistake("a negative answer", "some_never_turn", edit=("arithmetic <= reading", "arithmetic == reading")),
         Mistake("zero for never", "some_never_turn", edit=("return None", "return 0")),
-        Mistake("gives up at a hundred", "equals_brute_force", source=GIVES_UP),
+        Mistake("gives up at a hundred", "equals_brute_force", source=GIVES_UP.format(most=100)),
+        Mistake("gives up at ten thousand", "a_million_is_no_end", source=GIVES_UP.format(most=10_000)),
     ],
     forbids=("minillm.analysis",),
 )

@@ -104,6 +104,24 @@ def overhead_is_no_operator(slow_operator, judge: Judge) -> None:
     )
 
 
+def zero_is_a_bound(slow_operator, judge: Judge) -> None:
+    compare(
+        slow_operator,
+        [row("a", 4.0, 0.0), row("b", 3.0, 1.0)],
+        judge,
+        "A bound of 0 is not None. Likely mistake: `if row['bound']`, which is false for 0.0 too.",
+    )
+
+
+def all_else_stays_as_it_is(slow_operator, judge: Judge) -> None:
+    compare(
+        slow_operator,
+        [row("a", 2.0, 3.0), row("b", 5.0, 1.0)],
+        judge,
+        "a is below its bound, and the step takes 7 s. Likely mistake: a bound counted where seconds were measured.",
+    )
+
+
 def nothing_to_win(slow_operator, judge: Judge) -> None:
     for rows in ([row("down_proj", 2.0, 3.0), row("norm", 1.0, 1.0), row("overhead", 1.0, None)], []):
         got = slow_operator(rows)
@@ -138,6 +156,8 @@ TARGET = Exercise(
         ratio_is_not_loss,
         calls_are_counted_already,
         overhead_is_no_operator,
+        zero_is_a_bound,
+        all_else_stays_as_it_is,
         nothing_to_win,
         first_of_equals,
     ],
@@ -165,6 +185,12 @@ def slow_operator(rows):
     won, name = max(known, default=(0, None), key=lambda pair: pair[0])
     return (name, step / (step - won)) if won > 0 else (None, 1.0)
 """,
+        ),
+        Mistake("no bound of zero", "zero_is_a_bound", edit=('row["bound"] is not None', 'row["bound"]')),
+        Mistake(
+            "nothing is faster than its bound",
+            "all_else_stays_as_it_is",
+            edit=('sum(row["seconds"] for', 'sum(max(row["seconds"], row["bound"] or 0) for'),
         ),
         Mistake("no way out", "nothing_to_win", edit=('and row["seconds"] > row["bound"]', "")),
         Mistake("the last of equals", "first_of_equals", edit=("max(known,", "max(known[::-1],")),

@@ -69,6 +69,30 @@ def every_call_is_started(explain_residual, judge: Judge) -> None:
     )
 
 
+def the_largest_of_three(explain_residual, judge: Judge) -> None:
+    expect(
+        explain_residual,
+        (40.0, 30.0, 4, 8.0, TOY),
+        "overhead",
+        7.0,
+        judge,
+        "Starting takes 4 s, memory 3 s, compute 2 s. Likely mistake: starting held against memory and compute "
+        "together; each of the three stands for itself.",
+    )
+
+
+def more_than_all_of_it(explain_residual, judge: Judge) -> None:
+    expect(
+        explain_residual,
+        (40.0, 50.0, 3, 5.0, TOY),
+        "memory",
+        8.0,
+        judge,
+        "8 s are explained and 5 s were measured: it was faster than the three times allow, and the share says so "
+        "with 1.6. Likely mistake: a share cut off at 1.",
+    )
+
+
 def some_remain_unexplained(explain_residual, judge: Judge) -> None:
     expect(
         explain_residual,
@@ -116,6 +140,8 @@ RESIDUAL = Exercise(
         worked_example,
         seconds_are_compared,
         every_call_is_started,
+        the_largest_of_three,
+        more_than_all_of_it,
         some_remain_unexplained,
         twice_the_sum,
         equals_go_in_order,
@@ -146,6 +172,18 @@ RESIDUAL = Exercise(
             "two microseconds for everybody",
             "every_call_is_started",
             edit=('calls * machine["start"]', 'calls * (machine["start"] if machine["start"] > 1e-3 else 2e-6)'),
+        ),
+        Mistake(
+            "overhead against the two together",
+            "the_largest_of_three",
+            edit=(
+                "max(times, key=times.get) if",
+                '("overhead" if times["overhead"] > times["memory"] + times["compute"] else '
+                '"memory" if times["memory"] >= times["compute"] else "compute") if',
+            ),
+        ),
+        Mistake(
+            "cut off at one", "more_than_all_of_it", edit=("explained / measured", "min(1.0, explained / measured)")
         ),
         Mistake(
             "always a culprit",

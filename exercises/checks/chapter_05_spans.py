@@ -107,6 +107,15 @@ def any_order(self_times, judge: Judge) -> None:
     )
 
 
+def nothing_of_its_own(self_times, judge: Judge) -> None:
+    compare(
+        self_times,
+        [("outer", 0, 5), ("x", 0, 2), ("y", 2, 3)],
+        judge,
+        "x and y cover outer to the last microsecond. Likely mistake: a name with 0 left out.",
+    )
+
+
 def random_traces(self_times, judge: Judge) -> None:
     compare(self_times, [], judge, "An empty trace has no names.")
     for seed in range(30):
@@ -128,6 +137,7 @@ SELF_TIMES = Exercise(
         touching_is_not_inside,
         names_add_up,
         any_order,
+        nothing_of_its_own,
         random_traces,
     ],
     mistakes=[
@@ -150,6 +160,11 @@ SELF_TIMES = Exercise(
         Mistake("overwrites", "names_add_up", edit=("own.get(name, 0) + duration", "duration")),
         Mistake("as they come", "any_order", edit=("sorted(spans, key=lambda span: (span[1], -span[2]))", "spans")),
         Mistake("shorter first", "any_order", edit=("(span[1], -span[2])", "span[1:]")),
+        Mistake(
+            "no zeros",
+            "nothing_of_its_own",
+            edit=("return own", "return {name: time for name, time in own.items() if time}"),
+        ),
         Mistake(
             "three levels deep",
             "random_traces",
