@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import sys
 import traceback
 import warnings
@@ -16,8 +15,8 @@ from collections.abc import Sequence
 
 from .. import __version__
 from ..errors import MinillmError
-from . import bench, chat, demo, doctor, generate, size, tokenize
-from .common import Parser, error_line
+from . import bench, chat, demo, doctor, generate, size, streams, tokenize
+from .common import Parser, error_line, one_line
 
 COMMANDS = (demo, chat, generate, tokenize, bench, size, doctor)
 BAD_INPUT, INTERRUPTED, BROKEN_PIPE = 2, 130, 141  # the last two are a shell's 128 + signal number
@@ -33,33 +32,38 @@ examples:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code: 0, 1 (doctor found something essential missing), 2 for bad input
     told in one line on stderr, 130 after Ctrl-C, 141 when whoever read the output has gone."""
+    streams.mend()
+    args = argparse.Namespace(debug=False)
+    try:
+        with _short_warnings():
+            code = _run(argv, args)
+            sys.stdout.flush()
+            return code
+    except KeyboardInterrupt:
+        streams.tell("")
+        return INTERRUPTED
+    except BrokenPipeError:
+        streams.drop_stdout()
+        return BROKEN_PIPE
+    except (MinillmError, OSError, MemoryError, RuntimeError, ModuleNotFoundError) as error:
+        if (line := error_line(error)) is None:
+            raise
+        streams.flush_stdout()
+        streams.tell(traceback.format_exc() * args.debug + f"minillm: error: {line}")
+        return BAD_INPUT
+
+
+def _run(argv: Sequence[str] | None, args: argparse.Namespace) -> int:
+    """Parses into `args` and runs the command."""
     parser = _parser()
     try:
-        args = parser.parse_args(argv)
+        parser.parse_args(argv, args)
     except SystemExit as stop:  # argparse has said why
         return stop.code or 0
     if args.command is None:
         parser.print_help()
         return BAD_INPUT
-    try:
-        with _short_warnings():
-            code = args.run(args)
-            sys.stdout.flush()
-            return code
-    except KeyboardInterrupt:
-        print(file=sys.stderr)
-        return INTERRUPTED
-    except BrokenPipeError:
-        _close_stdout()
-        return BROKEN_PIPE
-    except (MinillmError, OSError, MemoryError, RuntimeError, ModuleNotFoundError) as error:
-        if (line := error_line(error)) is None:
-            raise
-        if args.debug:
-            traceback.print_exc()
-        sys.stdout.flush()
-        print(f"minillm: error: {line}", file=sys.stderr)
-        return BAD_INPUT
+    return args.run(args)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -88,10 +92,4 @@ def _short_warnings():
 
 
 def _show_warning(message, category, filename, lineno, file=None, line=None) -> None:
-    print(f"minillm: warning: {message}", file=sys.stderr)
-
-
-def _close_stdout() -> None:
-    """Python flushes stdout once more at its end and would complain; give that flush somewhere to go."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    streams.tell(f"minillm: warning: {one_line(message)}")

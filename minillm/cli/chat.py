@@ -143,7 +143,7 @@ def _converse(conversation: Conversation, params: SamplingParams) -> int:
             conversation.reset()
             common.say("A new conversation.")
         elif line.startswith("/"):
-            common.say(f"{line.split()[0]} is no command: {_COMMANDS}.")
+            common.say(f"{common.one_line(line.split()[0], 60)} is no command: {_COMMANDS}.")
         elif line:
             _answer(conversation, line, params)
     return 0

@@ -10,9 +10,10 @@ import textwrap
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import fields
+from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
-from ..errors import MinillmError, RequestError
+from ..errors import MinillmError, RequestError, short
 from ..sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from ..tokenizer import Tokenizer
     from ..transformer import Transformer
 
+_PATH = 200  # characters of a path that a message shows
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
 
@@ -28,7 +30,7 @@ class Parser(argparse.ArgumentParser):
     """argparse with errors of one line, like all others here."""
 
     def error(self, message: str) -> None:
-        print(f"minillm: error: {message}; see {self.prog} --help", file=sys.stderr)
+        print(f"minillm: error: {one_line(message)}; see {self.prog} --help", file=sys.stderr)
         raise SystemExit(2)
 
 
@@ -227,6 +229,8 @@ def say(text: str) -> None:
 
 def size_text(count: float) -> str:
     """Bytes in decimal units: 98362432 -> "98.4 MB"."""
+    if abs(count) >= 1e18:
+        return f"{Decimal(count) / 10**12:.2e} TB"  # an integer may be too large for a float
     for unit, power in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if abs(count) >= power:
             return f"{count / power:.2f} {unit}" if power >= 1e9 else f"{count / power:.1f} {unit}"
@@ -253,8 +257,17 @@ def error_line(error: BaseException) -> str | None:
         text = "not enough memory; try a smaller model, fewer --max-tokens or --dtype float16, or close other programs"
     elif isinstance(error, ModuleNotFoundError) and not (error.name or "").startswith("minillm"):
         text = f"the package {error.name} is not installed; pip install -r requirements.txt, or ask the doctor command"
+    elif isinstance(error, OSError) and error.strerror:
+        names = [short(name, _PATH) for name in (error.filename, error.filename2) if name is not None]
+        text = ": ".join([*names, error.strerror])
     elif not isinstance(error, MinillmError | OSError):
         return None
-    # a damaged file's names end up in messages: no line breaks, nothing a terminal would obey
-    line = " ".join(text.split())
-    return "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in line)
+    return one_line(text)
+
+
+def one_line(text: object, limit: int = 1000) -> str:
+    """The text as a message may show it. Names from damaged files end up there: no line breaks, nothing that a
+    terminal would obey, and no more than `limit` characters."""
+    line = " ".join(str(text).split())
+    line = "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in line)
+    return short(line, limit)

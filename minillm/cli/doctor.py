@@ -74,7 +74,7 @@ def _examine(check: Callable[[], Iterator[Finding]]) -> list[Finding]:
     try:
         return list(check())
     except ImportError as error:
-        return [Finding(check.__name__.strip("_"), "missing", f"cannot be checked ({error})")]
+        return [Finding(check.__name__.strip("_"), "missing", f"cannot be checked ({common.one_line(error, 300)})")]
     except MinillmError as error:
         detail, _, remedy = str(error).rpartition("; ")
         return [Finding(check.__name__.strip("_"), "missing", detail, remedy, essential=True)]
@@ -99,7 +99,9 @@ def _package(name: str, use: str, essential: bool) -> Finding:
             importlib.import_module(name)
         return Finding(name, "ok", f"{importlib.metadata.version(name)}, {use}", essential=essential)
     except Exception as error:  # whatever a broken package raises is a finding
-        reason = "not installed" if isinstance(error, ImportError) else f"does not import ({error})"
+        reason = (
+            "not installed" if isinstance(error, ImportError) else f"does not import ({common.one_line(error, 300)})"
+        )
         return Finding(name, "missing", f"{reason}; {use}", "pip install -r requirements.txt", essential)
 
 
@@ -110,7 +112,9 @@ def _triton() -> Iterator[Finding]:
         remedy = (
             "pip install triton" if platform.system() == "Linux" else "it runs on Linux only; the rest works without"
         )
-        detail = "not installed" if isinstance(error, ImportError) else f"does not import ({error})"
+        detail = (
+            "not installed" if isinstance(error, ImportError) else f"does not import ({common.one_line(error, 300)})"
+        )
         yield Finding("triton", "missing", f"{detail}; GPU kernels", remedy)
         return
     yield Finding("triton", "ok", f"{triton.__version__}, GPU kernels")

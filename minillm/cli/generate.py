@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 
-from ..errors import RequestError
+from ..errors import RequestError, short
 from . import common
 
 EXAMPLES = """
@@ -66,4 +66,6 @@ def _prompt(args: argparse.Namespace) -> str | list[int]:
     try:
         return [int(part) for part in args.prompt_ids.replace(",", " ").split()]
     except ValueError:
-        raise RequestError(f"--prompt-ids is {args.prompt_ids!r}; give whole numbers with commas between") from None
+        raise RequestError(
+            f"--prompt-ids is {short(args.prompt_ids)!r}; give whole numbers with commas between"
+        ) from None

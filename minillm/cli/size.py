@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
+import os
 from typing import TYPE_CHECKING
 
 from ..errors import RequestError
@@ -45,8 +45,6 @@ def run(args: argparse.Namespace) -> int:
         return _list(args.json)
     from ..analysis import budget
 
-    if args.config is None:
-        raise RequestError("give a config.json or a model's name; size --list prints the names")
     name, config = find_config(args.config)
     result = budget(
         config, args.tokens, args.sequences, args.gpu,
@@ -59,17 +57,20 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def find_config(source: str) -> tuple[str, ModelConfig]:
+def find_config(source: str | None) -> tuple[str, ModelConfig]:
     """(name to show, config) of a file, a folder, or a model of the built-in table. Raises MinillmError."""
     from ..analysis import MODELS, find_model
     from ..config import ModelConfig
+    from ..storage import user_path
 
-    path = Path(source).expanduser()
+    if not source or not source.strip():
+        raise RequestError("give a config.json or a model's name; size --list prints the names")
+    path = user_path(source, "config")
     if path.suffix == ".gguf":
         from ..gguf_file import GGUFFile
 
         return path.stem, GGUFFile(path).config
-    if path.exists() or path.suffix == ".json":
+    if os.path.exists(path) or path.suffix == ".json":
         return str(path), ModelConfig.from_file(path)
     by_hub_name = {entry.source.lower(): entry for entry in MODELS.values()}
     entry = by_hub_name.get(source.lower()) or find_model(source)
@@ -80,7 +81,7 @@ def _print(name: str, result: MemoryBudget) -> None:
     plan = result.plan
     gpus = plan.gpu.name if plan.tensor_parallel == 1 else f"{plan.tensor_parallel} x {plan.gpu.name}"
     note = "" if plan.gpu.checked else ", figures from memory"
-    print(f"{name} on {gpus} ({common.size_text(result.gpu_bytes)} each{note})")
+    print(f"{common.one_line(name, 100)} on {gpus} ({common.size_text(result.gpu_bytes)} each{note})")
     rows = [(_LABELS.get(part, part), size) for part, size in result.parts().items()]
     rows += [("total", result.total), ("free" if result.fits else "missing", abs(result.free))]
     share = [(label, common.size_text(size), f"{size / result.gpu_bytes:7.1%}") for label, size in rows]

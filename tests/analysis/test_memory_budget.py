@@ -113,7 +113,7 @@ def test_a_budget_turns_into_plain_values():
 @pytest.mark.parametrize(
     ("options", "message"),
     [({"tokens": 0}, "tokens is 0"), ({"sequences": 0}, "sequences is 0"), ({"tensor_parallel": 0}, "tensor_parallel"),
-     ({"block_size": -1}, "block_size"), ({"headroom": 1.0}, "headroom is 1.0"), ({"headroom": float("nan")}, "headroom"),
+     ({"block_size": -1}, "block_size"), ({"headroom": 1.0}, "headroom is 1.0"), ({"headroom": float("nan")}, "is nan"),
      ({"step_tokens": 0}, "step_tokens"), ({"workspace": -1}, "workspace"), ({"tokens": float("nan")}, "tokens is nan"),
      ({"tokens": "8"}, "tokens is '8'"), ({"sequences": 1.0}, "sequences is 1.0"), ({"headroom": "0.1"}, "headroom"),
      ({"sequences": 10**400}, "sequences is 1000"), ({"tokens": 10**5000}, "thousands of digits"),

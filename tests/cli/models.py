@@ -32,6 +32,15 @@ def change_config(folder, **changes):
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
+def strict(text: str):
+    """The value of a JSON text, in which NaN and Infinity are no words."""
+
+    def refuse(word):
+        raise AssertionError(f"{word} is no JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
 def one_line(text: str) -> str:
     """The text, which must be one printable line of error."""
     assert text.startswith("minillm: error: ")

@@ -97,9 +97,10 @@ def test_bad_value(refused, flag, value):
     ("flags", "named"), [(["--stop-token-id", 320], "stop_token_ids id is 320"), (["--logit-bias", "320=1"], "320")]
 )
 def test_token_id_out_of_range(refused, folder, flags, named):
+    """The tokenizer knows 278 ids, and the model has rows for 320: only those that both have can be drawn or told."""
     line = refused(*generate_command(folder, *flags))
     assert named in line
-    assert "below the vocabulary size, 320" in line
+    assert "below the vocabulary size, 278" in line
 
 
 def test_cuda_where_there_is_none(monkeypatch, refused, folder):
@@ -115,13 +116,32 @@ def test_a_cache_larger_than_memory(refused, folder):
     assert "memory" in line
 
 
+@pytest.mark.parametrize("command", [["generate", "x"], ["tokenize", "x"], ["chat", "--message", "x"]])
+@pytest.mark.parametrize(
+    ("model", "named"),
+    [("", "the model's name is empty"), ("~nobodyxyz/x", "home folder of ~nobodyxyz"), ("x" * 5000, "xxx")],
+)
+def test_a_model_without_a_name_or_a_home(refused, command, model, named):
+    line = refused(*command, "--model", model)
+    assert named in line
+    assert len(line) < 1200
+
+
 def test_chat_json_needs_a_message(refused):
     assert "add --message" in refused("chat", "--json")
 
 
 @pytest.mark.parametrize(
     "words",
-    [["no-such-command"], ["generate", "x", "--no-such-flag"], ["generate", "x", "y"], ["tokenize"], ["--nothing"]],
+    [
+        ["no-such-command"],
+        ["x" * 5000],
+        ["tokenize", "x", "a\nb\x1b[1m" * 999],
+        ["generate", "x", "--no-such-flag"],
+        ["generate", "x", "y"],
+        ["tokenize"],
+        ["--nothing"],
+    ],
 )
 def test_wrong_usage(refused, words):
     assert "--help" in refused(*words)
@@ -141,10 +161,24 @@ def test_wrong_usage(refused, words):
         (["Llama-3-8B", "--sequences", "-1"], "sequences is -1"),
         (["Llama-3-8B", "--tp", "0"], "tensor_parallel is 0"),
         (["Llama-3-8B", "--tokens", "x"], "--tokens"),
+        (["Llama-3-8B", "--sequences", "9" * 400], "sequences is 999"),
+        (["Llama-3-8B", "--tokens", "9" * 5000], "--tokens"),
+        (["Llama-3-8B", "--weights", "int4-g" + "9" * 5000], "int4-g999"),
+        (["Llama-3-8B", "--tp", "3"], "must divide the model's 32 attention heads"),
+        (["Llama-3-8B", "--tp", "1000"], "must divide the model's 32 attention heads"),
+        (["Llama-3-8B", "--gpu", "x" * 5000], "no device called"),
+        (["x" * 5000], "no model called"),
+        (["x" * 5000 + ".json"], "xxx"),
+        (["x" * 5000 + ".gguf"], "xxx"),
+        ([""], "config.json"),
+        (["  "], "config.json"),
+        (["~nobodyxyz/x"], "the home folder of ~nobodyxyz is not known"),
     ],
 )
 def test_size(refused, words, named):
-    assert named in refused("size", *words)
+    line = refused("size", *words)
+    assert named in line
+    assert len(line) < 1200
     assert named in refused("size", *words, "--json")
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 import minillm.analysis
 from minillm import fetch
 from minillm.analysis import budget, model_config
-from minillm.cli import doctor
+from minillm.cli import common, doctor
 
 
 def test_size_json_is_the_memory_budget(run):
@@ -78,5 +80,27 @@ def test_doctor_sees_a_missing_and_a_damaged_model(monkeypatch, run, tmp_path):
     found = findings(run)
     assert "damaged" in found["model"]["detail"]
     assert found["model"]["remedy"]
+    (tmp_path / "models" / fetch.FILE).unlink()
+    (tmp_path / "models" / fetch.FILE).mkdir()
+    model = findings(run)["model"]
+    assert "is a folder" in model["detail"]
+    assert model["remedy"] == "move the folder away"
     monkeypatch.setattr(doctor, "_ROOM", 1 << 62)  # no disk has as much
     assert findings(run, code=1)["cache"]["status"] == "missing"
+
+
+def test_doctor_of_a_cache_in_an_unknown_home(monkeypatch, run):
+    monkeypatch.setenv("MINILLM_CACHE", "~nobodyxyz/x")
+    found = findings(run, code=1)
+    assert "MINILLM_CACHE ~nobodyxyz/x: the home folder of ~nobodyxyz is not known" in found["model"]["detail"]
+    assert found["model"]["remedy"] == "write the path out"
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0 B"), (999, "999 B"), (98362432, "98.4 MB"), (-2_500, "-2.5 kB"), (1.5e12, "1.50 TB"),
+     (10**400, "1.00e+388 TB"), (-(10**5000), "-1.00e+4988 TB"), (float("inf"), "Infinity TB")],
+    ids=range(8),
+)  # fmt: skip
+def test_sizes_of_any_magnitude_have_a_text(count, text):
+    assert common.size_text(count) == text
