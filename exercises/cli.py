@@ -94,6 +94,8 @@ def check_command(options: argparse.Namespace) -> int:
         print(json.dumps(report, indent=1))
     else:
         print(f"{path}\n" + "\n".join(line_for(e, o) for e, o in zip(chosen, outcomes, strict=True)))
+        if not options.notebook and path == registry.student_path(options.chapter):
+            print(f"You have no copy of your own yet; make one: python -m exercises start {options.chapter}")
     return 0 if passed else 1
 
 

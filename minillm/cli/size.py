@@ -6,7 +6,7 @@ import argparse
 import os
 from typing import TYPE_CHECKING
 
-from ..errors import RequestError
+from ..errors import ConfigError, RequestError, short
 from . import common
 
 if TYPE_CHECKING:
@@ -72,6 +72,8 @@ def find_config(source: str | None) -> tuple[str, ModelConfig]:
         return path.stem, GGUFFile(path).config
     if os.path.exists(path) or path.suffix == ".json":
         return str(path), ModelConfig.from_file(path)
+    if source.startswith((".", "~", "/")) or source.count("/") > 1:  # a path, and no hub name
+        raise ConfigError(f"{short(source)}: no such file or folder; check the path, or size --list prints the names")
     by_hub_name = {entry.source.lower(): entry for entry in MODELS.values()}
     entry = by_hub_name.get(source.lower()) or find_model(source)
     return entry.name if entry.checked else f"{entry.name} (shape from memory)", entry.config

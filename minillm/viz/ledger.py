@@ -45,7 +45,7 @@ class Entry:
         predicted, measured, residual = (v / divisor for v in (self.predicted, self.measured, self.residual))
         ratio = "–" if self.ratio is None else f"× {self.ratio:.3g}"
         sign = "+" if residual > 0 else ""
-        share = "" if self.predicted == 0 else f" ({100 * self.residual / abs(self.predicted):+.3g} %)"
+        share = "" if self.predicted == 0 else f" ({_percent(100 * self.residual / abs(self.predicted))} %)"
         difference = f"{sign}{residual:.4g}" if residual else "0"
         return [
             self.name,
@@ -139,3 +139,8 @@ def entries() -> list[Entry]:
 
 def _line(markup: str, text: str, colour: str) -> Html:
     return Html(f'<div style="border-left:4px solid {colour};padding:2px 10px">{markup}</div>', text)
+
+
+def _percent(value: float) -> str:
+    """Three digits, and whole numbers from a thousand on."""
+    return f"{value:+,.0f}" if abs(value) >= 1000 else f"{value:+.3g}"

@@ -104,3 +104,8 @@ def test_doctor_of_a_cache_in_an_unknown_home(monkeypatch, run):
 )  # fmt: skip
 def test_sizes_of_any_magnitude_have_a_text(count, text):
     assert common.size_text(count) == text
+
+
+@pytest.mark.parametrize("source", ["./nowhere/config", "/nowhere/model", "~/nowhere/model", "a/b/c"])
+def test_a_path_that_is_missing_is_no_name(refused, source):
+    assert f"{source}: no such file or folder; check the path" in refused("size", source)
