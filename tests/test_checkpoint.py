@@ -134,7 +134,7 @@ def test_pickled_weights_are_not_read(tmp_path):
     ],
 )
 def test_unknown_models_say_what_to_do(source, error):
-    with pytest.raises(error, match="check (the path|name and network)") as caught:
+    with pytest.raises(error, match=r"check (the path|name and network)") as caught:
         checkpoint.locate(source)
     assert source in str(caught.value)
     assert "\n" not in str(caught.value)
