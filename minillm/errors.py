@@ -29,6 +29,14 @@ class RequestError(MinillmError):
     """A prompt or sampling parameter that cannot be served."""
 
 
+class EngineError(MinillmError):
+    """Settings under which an engine cannot run."""
+
+
+class QueueFullError(RequestError):
+    """The queue is at its limit; the same request may be served later."""
+
+
 def short(value: object, limit: int = 60) -> str:
     """A name as a message shows it: one line, at most `limit` characters, the middle of a longer one left out.
 

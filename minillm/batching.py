@@ -1,0 +1,383 @@
+"""Who computes how many tokens in the next step. Plain Python, no tensors: a schedule can be tested in microseconds.
+
+    schedule()  -> SchedulerOutput     counts, block tables, copies to make first
+    the runner computes it
+    update(output) -> who samples      progress moves, full blocks are published, n > 1 forks
+    request.append(id) or finish(request, reason)
+
+Rules:
+
+* Running requests come before waiting ones, decodes before prefill chunks, so that a long prompt cannot stall those
+  who are already answering: between two tokens of a running request lies at most one step of the token budget.
+* One order decides everything: who runs first is admitted first and preempted last. Only the last running request is
+  ever preempted, and any admitted request fits into the pool alone; so the first always advances, and all finish.
+* Nothing is published before it is computed. A request scheduled beside its twin does not hit the twin's blocks.
+* A request is admitted when blocks for all its known tokens are there, beyond those that running prefills still need.
+Source: Yu et al. 2022, "Orca", section 3; Agrawal et al. 2024, "Sarathi-Serve" (arXiv 2403.02310), for the chunks.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import NamedTuple
+
+from .block_pool import NULL, BlockError, BlockPool
+from .errors import QueueFullError, RequestError
+from .events import EventLog
+from .prefix_cache import make_prefix_cache
+from .request import Request, RequestStatus
+from .scheduler_config import SchedulerConfig
+
+__all__ = ["Scheduled", "Scheduler", "SchedulerConfig", "SchedulerOutput"]
+
+_ORDER = attrgetter("order")
+
+
+class Scheduled(NamedTuple):
+    """One request's part of a step: tokens start to start + count, written into the blocks of its table.
+
+    `samples`: it reaches the request's last known token, so that a new one follows.
+    """
+
+    request: Request
+    start: int
+    count: int
+    samples: bool
+    copies: tuple[tuple[int, int], ...] = ()  # copy-on-write, (source, target)
+
+
+@dataclass
+class SchedulerOutput:
+    """A step. Block copies come before any write, in this order: swap_out, the parts' copies, swap_in."""
+
+    scheduled: list[Scheduled] = field(default_factory=list)
+    swap_out: list[tuple[int, int]] = field(default_factory=list)  # (block, host block)
+    swap_in: list[tuple[int, int]] = field(default_factory=list)  # (host block, block)
+    preempted: list[Request] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(part.count for part in self.scheduled)
+
+    @property
+    def copies(self) -> list[tuple[int, int]]:
+        return [pair for part in self.scheduled for pair in part.copies]
+
+
+class Scheduler:
+    """Holds the queues and the block pool. One thread at a time."""
+
+    def __init__(self, config: SchedulerConfig, events: EventLog | None = None) -> None:
+        self.config, self.events = config, events if events is not None else EventLog()
+        self.pool = BlockPool(config.num_blocks, config.block_size, config.eviction, self.events)
+        self.host_pool = BlockPool(max(2, config.num_host_blocks), config.block_size)
+        self.prefix_cache = make_prefix_cache(config.prefix_cache, self.pool)
+        self.waiting: list[Request] = []
+        self.running: list[Request] = []
+        self._arrivals = 0
+        # the last token of a sequence is never an input, so it needs no slot
+        self.max_sequence = min(config.max_model_len, self.pool.total * config.block_size + 1)
+
+    # --- requests come and go ---
+
+    def add(self, request: Request) -> None:
+        """Into the queue. Raises RequestError, with the reason, for what could never run."""
+        self._refuse(request)
+        config = self.config
+        places = request.priority * config.priority_places if config.policy == "priority" else 0
+        request.arrival = self._arrivals
+        request.order = (self._arrivals + places, self._arrivals, 0)
+        self._arrivals += 1
+        insort(self.waiting, request, key=_ORDER)
+        self.events.append("added", request.label, tokens=request.num_prompt, priority=request.priority)
+
+    def _refuse(self, request: Request) -> None:
+        config, prompt = self.config, request.num_prompt
+        if prompt == 0:
+            raise RequestError("the prompt is empty; give at least one token for the model to continue")
+        if prompt >= config.max_model_len:
+            raise RequestError(
+                f"the prompt has {prompt} tokens and max_model_len is {config.max_model_len}, which must hold at least "
+                "one token of answer too; shorten the prompt"
+            )
+        if prompt >= self.max_sequence:
+            raise RequestError(
+                f"the prompt has {prompt} tokens and the whole cache holds {self.max_sequence - 1}; shorten the "
+                "prompt, or start the engine with more num_blocks"
+            )
+        if request.width > config.max_num_seqs:
+            raise RequestError(
+                f"n is {request.width} and at most {config.max_num_seqs} sequences run at once; lower n or raise "
+                "max_num_seqs"
+            )
+        if config.max_waiting is not None and len(self.waiting) >= config.max_waiting:
+            raise QueueFullError(f"{len(self.waiting)} requests are waiting, which is the limit; try again later")
+
+    def finish(self, request: Request, reason: str) -> bool:
+        """Ends a request in whatever state it is and frees its blocks. False if it had ended before."""
+        if request.status is RequestStatus.FINISHED:
+            return False
+        (self.running if request.status is RequestStatus.RUNNING else self.waiting).remove(request)
+        self._let_go(request)
+        if request.host_blocks is not None:
+            self.host_pool.release(request.host_blocks)
+            request.host_blocks = None
+        request.status, request.finish_reason = RequestStatus.FINISHED, reason
+        self.events.append("finished", request.label, reason=reason, tokens=len(request.output_token_ids))
+        return True
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    # --- one step ---
+
+    def schedule(self) -> SchedulerOutput:
+        """Decides the next step and reserves its blocks. Every call must be followed by `update`."""
+        self.events.step += 1
+        plan = _Plan(self.config.max_num_batched_tokens)
+        prefills = []
+        for request in list(self.running):
+            if request.num_tokens - request.num_computed == 1:
+                self._continue(request, plan)
+            else:
+                prefills.append(request)
+        for request in prefills:
+            self._continue(request, plan)
+        if not plan.preempted:
+            self._admit(plan)
+        output = SchedulerOutput(list(plan.parts.values()), plan.swap_out, plan.swap_in, plan.preempted)
+        if output.scheduled:
+            labels = [part.request.label for part in output.scheduled]
+            self.events.append("scheduled", requests=labels, tokens=[part.count for part in output.scheduled])
+        elif self.has_unfinished_requests():
+            raise BlockError("requests are left and none can run: this must never happen")
+        return output
+
+    def _continue(self, request: Request, plan: _Plan) -> None:
+        """The next tokens of a running request; the last in order give up their blocks if there are none."""
+        if request.status is not RequestStatus.RUNNING or not plan.budget:
+            return
+        start, known = request.num_computed, request.num_tokens
+        count = 1 if known - start == 1 else self._chunk(known - start, plan.budget)
+        while (copies := self._reserve(request, count)) is None:
+            victim = self.running[-1]
+            self._preempt(victim, plan)
+            if victim is request:
+                return
+        plan.add(Scheduled(request, start, count, start + count == known, copies))
+
+    def _chunk(self, remaining: int, budget: int) -> int:
+        """Tokens of this step out of the remaining ones; 0 where a prompt has to be taken whole and does not fit."""
+        config = self.config
+        if not config.enable_chunked_prefill:
+            return remaining if remaining <= budget else 0
+        return min(remaining, budget, config.long_prefill_token_threshold or remaining)
+
+    def _reserve(self, request: Request, count: int) -> tuple[tuple[int, int], ...] | None:
+        """Blocks for `count` more tokens, and a copy of a shared block that they start in. None if there are none."""
+        pool, table = self.pool, request.block_ids
+        start, size = request.num_computed, pool.block_size
+        more = -(-(start + count) // size) - len(table)
+        index = start // size
+        shared = start % size != 0 and pool.ref_counts[table[index]] > 1
+        if more <= 0 and not shared:
+            return ()
+        if more + shared > pool.available:
+            return None
+        copies = ()
+        if shared:
+            copies = ((table[index], pool.copy_on_write(table[index], request.label)),)
+            table[index] = copies[0][1]
+        if more:
+            table.extend(pool.allocate(more, request.label))
+        return copies
+
+    def _preempt(self, request: Request, plan: _Plan) -> None:
+        """Takes a running request's blocks. Swapped out it resumes where it was, otherwise it computes all again."""
+        part = plan.drop(request)
+        untouched = part is None or not part.copies  # a copy that was planned is not made, so there is nothing to save
+        swaps = self.config.preemption == "swap" and untouched and self._swap_out(request, plan)
+        lost = 0 if swaps else request.num_computed
+        self._let_go(request)
+        if not swaps:
+            request.num_computed = 0
+        request.num_preemptions += 1
+        request.status = RequestStatus.PREEMPTED
+        self.running.remove(request)
+        insort(self.waiting, request, key=_ORDER)
+        plan.preempted.append(request)
+        how = "swap" if swaps else "recompute"
+        self.events.append("preempted", request.label, how=how, lost=lost)
+
+    def _swap_out(self, request: Request, plan: _Plan) -> bool:
+        written = request.block_ids[: self.pool.blocks_for(request.num_computed)]
+        kept = [block for block in written if block != NULL]
+        if not kept or len(kept) > self.host_pool.available:
+            return False
+        pairs = list(zip(kept, self.host_pool.allocate(len(kept)), strict=True))
+        plan.swap_out += pairs
+        host = dict(pairs)
+        request.host_blocks = [host.get(block, NULL) for block in written]
+        return True
+
+    def _let_go(self, request: Request) -> None:
+        self.pool.release(request.block_ids, request.label)
+        request.block_ids, request.num_published = [], 0
+
+    # --- admission ---
+
+    def _admit(self, plan: _Plan) -> None:
+        slots = self.config.max_num_seqs - sum(r.width for r in self.running)
+        owed = sum(max(0, self.pool.blocks_for(r.num_tokens) - len(r.block_ids)) for r in self.running)
+        while self.waiting and plan.budget and self.waiting[0].width <= slots:
+            request = self.waiting[0]
+            if not self._start(request, plan, owed):
+                return
+            self.waiting.pop(0)
+            insort(self.running, request, key=_ORDER)
+            slots -= request.width
+            owed += self.pool.blocks_for(request.num_tokens) - len(request.block_ids)
+
+    def _start(self, request: Request, plan: _Plan, owed: int) -> bool:
+        pool, swapped = self.pool, request.host_blocks is not None
+        hits = [] if swapped else self._match(request)
+        computed = request.num_computed if swapped else len(hits) * pool.block_size
+        count = self._chunk(request.num_tokens - computed, plan.budget)
+        spare = int(self.config.watermark * pool.total) if self.running else 0
+        available = pool.available - sum(pool.ref_counts[b] == 0 for b in hits) - owed - spare
+        if not count or pool.blocks_for(request.num_tokens) - len(hits) > available:
+            return False
+        pool.share(hits)
+        request.block_ids, request.num_published = hits, len(hits)
+        if swapped:
+            self._swap_in(request, plan)
+        request.num_computed = computed
+        self._reserve(request, count)
+        self._note_admission(request, "swap" if swapped else "recompute")
+        request.status = RequestStatus.RUNNING
+        plan.add(Scheduled(request, computed, count, computed + count == request.num_tokens))
+        return True
+
+    def _match(self, request: Request) -> list[int]:
+        """Cached blocks of its known tokens, the last one excepted: its logits must be computed."""
+        blocks = (request.num_tokens - 1) // self.pool.block_size
+        return self.prefix_cache.match(request.prefix, request.token_ids, blocks) if blocks else []
+
+    def _swap_in(self, request: Request, plan: _Plan) -> None:
+        host = request.host_blocks
+        kept = [block for block in host if block != NULL]
+        device = iter(self.pool.allocate(len(kept), request.label))
+        request.block_ids = [next(device) if block != NULL else NULL for block in host]
+        plan.swap_in += [(h, b) for h, b in zip(host, request.block_ids, strict=True) if h != NULL]
+        self.host_pool.release(host)
+        request.host_blocks = None
+
+    def _note_admission(self, request: Request, how: str) -> None:
+        resumed, cached = request.num_preemptions > 0, request.num_computed
+        if how == "recompute":
+            self.prefix_cache.stats.record(request.num_tokens, cached, resumed)
+        if request.num_cached is None:
+            request.num_cached = cached
+        if resumed:
+            self.events.append("resumed", request.label, how=how, cached=cached, tokens=request.num_tokens)
+        else:
+            self.events.append("admitted", request.label, cached=cached, tokens=request.num_tokens)
+
+    # --- after the step ---
+
+    def update(self, output: SchedulerOutput) -> list[tuple[int, Request]]:
+        """The step was computed. Returns (row, request) of those that need a token now; row counts the sampling parts.
+
+        Requests that were aborted meanwhile are passed over. A request with n > 1 that reaches the end of its prompt
+        becomes n running ones here, all of which sample from the one row.
+        """
+        sampling, row, size = [], -1, self.pool.block_size
+        for part in output.scheduled:
+            request, start, count, samples, _ = part
+            row += samples
+            if request.status is not RequestStatus.RUNNING:
+                continue
+            request.num_computed = done = start + count
+            if done // size > request.num_published:
+                self._publish(request)
+            if self.config.sliding_window:
+                self._drop_fallen(request)
+            if samples:
+                sampling.append((row, request))
+                if request.width > 1:
+                    sampling += [(row, child) for child in self._fork(request)]
+        return sampling
+
+    def _publish(self, request: Request) -> None:
+        full = request.num_computed // self.pool.block_size
+        self.prefix_cache.publish(request.prefix, request.token_ids, request.block_ids, request.num_published, full)
+        request.num_published = full
+
+    def _drop_fallen(self, request: Request) -> None:
+        """Releases blocks that no later query can see: the next one, at num_computed, sees `window` tokens back."""
+        seen_from = request.num_computed + 1 - self.config.sliding_window
+        table, fallen = request.block_ids, []
+        for index in range(max(0, seen_from // self.pool.block_size) - 1, -1, -1):
+            if table[index] == NULL:
+                break
+            fallen.append(table[index])
+            table[index] = NULL
+        if fallen:
+            self.pool.release(fallen, request.label)
+
+    def _fork(self, request: Request) -> list[Request]:
+        width, request.width = request.width, 1
+        children = [request.fork(sequence) for sequence in range(1, width)]
+        for child in children:
+            self.pool.share(child.block_ids)
+            insort(self.running, child, key=_ORDER)
+        self.events.append("forked", request.label, children=[child.label for child in children])
+        return children
+
+    # --- what can be read off ---
+
+    def requests(self) -> Iterator[Request]:
+        yield from self.running
+        yield from self.waiting
+
+    def occupancy(self):
+        """Blocks by state, and the exact waste within those held."""
+        return self.pool.occupancy((r.block_ids, r.num_computed) for r in self.running)
+
+    def check(self) -> None:
+        """Every invariant, block by block. Raises BlockError."""
+        self.pool.check([r.block_ids for r in self.running])
+        self.host_pool.check([r.host_blocks for r in self.waiting if r.host_blocks is not None])
+        self.prefix_cache.check()
+        for request in self.waiting:
+            if request.block_ids or request.status is RequestStatus.RUNNING:
+                raise BlockError(f"{request} waits and holds blocks")
+        for request in self.running:
+            room = len(request.block_ids) * self.pool.block_size
+            if request.status is not RequestStatus.RUNNING or not request.num_computed <= room:
+                raise BlockError(f"{request} runs with room for {room} tokens")
+
+
+class _Plan:
+    """A step being put together."""
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self.parts: dict[Request, Scheduled] = {}
+        self.swap_out: list[tuple[int, int]] = []
+        self.swap_in: list[tuple[int, int]] = []
+        self.preempted: list[Request] = []
+
+    def add(self, part: Scheduled) -> None:
+        self.parts[part.request] = part
+        self.budget -= part.count
+
+    def drop(self, request: Request) -> Scheduled | None:
+        """Takes a request out again: it lost its blocks to one that comes before it."""
+        part = self.parts.pop(request, None)
+        if part is not None:
+            self.budget += part.count
+        return part

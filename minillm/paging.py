@@ -1,0 +1,254 @@
+"""The paged cache: keys and values in fixed-size blocks, found through a block table for each sequence.
+
+    storage (layers, 2, blocks, block_size, Hkv, D)      2: keys, values
+    token t of a sequence lies in block table[t // block_size], slot t % block_size
+    slot number = block · block_size + slot, what `slot_mapping` holds for each new token; -1 writes nothing
+
+A step is a value, `StepMetadata`: which packed tokens belong to whom, how much of each is cached, and the tables.
+`cache.step(metadata)` gives an object with the one verb of every cache, `attend`, for that step alone.
+
+Every slot that can be read was written or cleared: a block is cleared in the step that begins it without filling it,
+and the null block is zero for ever. A padded read therefore meets finite numbers, whatever an earlier request left.
+Source: Kwon et al. 2023 (arXiv 2309.06180), sections 4.1 to 4.3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .attention import sdpa_attention
+from .block_pool import NULL
+from .config import ModelConfig
+
+GROUP_SLOTS = 2048  # padded tokens gathered at once for decode: keys and values then stay in a CPU's own cache
+
+
+class SequenceStep(NamedTuple):
+    """One sequence's part: packed rows first to first + count hold its tokens from `start` on."""
+
+    first: int
+    count: int
+    start: int
+    blocks: Sequence[int]
+
+    @property
+    def context(self) -> int:
+        """Tokens in the cache once this step has written its own."""
+        return self.start + self.count
+
+
+class StepMetadata:
+    """What the cache needs to know about a step. Tensors are those that a kernel walks; lists serve the torch path.
+
+    query_starts (B + 1,) int32     first packed row of each sequence
+    context_lengths (B,) int32
+    block_tables (B, widest) int32  padded with the null block
+    slot_mapping (T,) int64         where each token's key and value go, -1 for padding rows
+    """
+
+    def __init__(
+        self, sequences: Sequence[SequenceStep], block_size: int, rows: int | None = None, device="cpu"
+    ) -> None:
+        self.sequences, self.block_size, self.device = list(sequences), block_size, device
+        last = self.sequences[-1]
+        self.rows = last.first + last.count if rows is None else rows
+        slots = [-1] * self.rows
+        for first, count, start, blocks in self.sequences:
+            if count == 1:
+                slots[first] = blocks[start // block_size] * block_size + start % block_size
+                continue
+            for row, t in zip(range(first, first + count), range(start, start + count), strict=True):
+                slots[row] = blocks[t // block_size] * block_size + t % block_size
+        self.slot_mapping = torch.tensor(slots, dtype=torch.int64, device=device)
+        self.begun = [
+            s.blocks[s.context // block_size]
+            for s in self.sequences
+            if s.context % block_size and s.start <= s.context - s.context % block_size
+        ]  # blocks begun in this step and not filled
+
+    @cached_property
+    def query_starts(self) -> Tensor:
+        ends = [self.sequences[-1].first + self.sequences[-1].count]
+        return torch.tensor([s.first for s in self.sequences] + ends, dtype=torch.int32, device=self.device)
+
+    @cached_property
+    def context_lengths(self) -> Tensor:
+        return torch.tensor([s.context for s in self.sequences], dtype=torch.int32, device=self.device)
+
+    @cached_property
+    def block_tables(self) -> Tensor:
+        return padded_tables([s.blocks for s in self.sequences], self.device)
+
+
+def padded_tables(tables: Sequence[Sequence[int]], device="cpu") -> Tensor:
+    """(B, widest) int32, short tables padded with the null block."""
+    widest = max(map(len, tables))
+    padded = [[*table, *[NULL] * (widest - len(table))] for table in tables]
+    return torch.tensor(padded, dtype=torch.int32, device=device)
+
+
+class PagedCache:
+    """Storage for `num_blocks` blocks of all layers; the block pool decides what is where.
+
+    Bytes = 2 · L · num_blocks · block_size · Hkv · D · bytes per element.
+    """
+
+    def __init__(self, config: ModelConfig, num_blocks: int, block_size: int, dtype=torch.float32, device="cpu"):
+        self.config, self.num_blocks, self.block_size = config, num_blocks, block_size
+        heads, dim = config.num_key_value_heads, config.head_dim
+        shape = (config.num_hidden_layers, 2, num_blocks, block_size, heads, dim)
+        self.storage = torch.empty(shape, dtype=dtype, device=device)  # pages of memory are touched when written
+        self.storage[:, :, NULL] = 0
+        self.layers = [(layer[0], layer[1]) for layer in self.storage]  # (blocks, block_size, Hkv, D) each
+        self.slots = [(k.view(-1, heads, dim), v.view(-1, heads, dim)) for k, v in self.layers]
+
+    @property
+    def allocated_bytes(self) -> int:
+        return self.storage.nbytes
+
+    @property
+    def block_bytes(self) -> int:
+        return self.storage.nbytes // self.num_blocks
+
+    def step(self, metadata: StepMetadata, exact: bool = False) -> PagedStep:
+        """The cache as one step sees it. `exact` attends each token by itself: bits that depend on it alone."""
+        if metadata.begun:
+            self.storage[:, :, metadata.begun] = 0
+        return (ExactStep if exact else PagedStep)(self, metadata)
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Whole blocks, all layers. Every source is read before any target is written."""
+        if pairs:
+            sources, targets = (list(side) for side in zip(*pairs, strict=True))
+            self.storage[:, :, targets] = self.storage[:, :, sources]
+
+
+def move_blocks(source: PagedCache, target: PagedCache, pairs: Sequence[tuple[int, int]]) -> None:
+    """Copies whole blocks between the device's cache and the host's."""
+    if pairs:
+        sources, targets = (list(side) for side in zip(*pairs, strict=True))
+        target.storage[:, :, targets] = source.storage[:, :, sources].to(target.storage.device)
+
+
+class _Group(NamedTuple):
+    """Decodes attended together: their rows, tables laid end to end, and (B, 1, 1, padded) -inf where nothing is."""
+
+    rows: Tensor
+    tables: Tensor
+    mask: Tensor
+
+
+class PagedStep:
+    """One step's view of the cache. The model calls `attend` for each layer, and `advance` at the end."""
+
+    def __init__(self, cache: PagedCache, metadata: StepMetadata) -> None:
+        self.cache, self.metadata = cache, metadata
+        slots = metadata.slot_mapping
+        self._written = None  # all rows
+        if (slots < 0).any():
+            self._written = (slots >= 0).nonzero().squeeze(-1)
+            slots = slots[self._written]
+        self._slots = slots
+        self._chunks = [s for s in metadata.sequences if s.count > 1]
+        self._decodes = sorted((s for s in metadata.sequences if s.count == 1), key=lambda s: s.start)
+        self._groups: dict[int | None, list[_Group]] = {}
+        self._tables: dict[tuple[int, int], Tensor] = {}
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q (T, H, D), k and v (T, Hkv, D) of the packed tokens -> (T, H, D); rows of no sequence give 0."""
+        self._write(layer, k, v)
+        out = torch.zeros_like(q) if self._written is not None else torch.empty_like(q)
+        window = self.cache.config.window(layer)
+        for s in self._chunks:
+            rows = slice(s.first, s.first + s.count)
+            out[rows] = sdpa_attention(q[rows], *self._gather(layer, s, window), window).to(q.dtype)
+        for group in self._decode_groups(window):
+            out[group.rows] = self._attend_group(layer, q, group)
+        return out
+
+    def _write(self, layer: int, k: Tensor, v: Tensor) -> None:
+        keys, values = self.cache.slots[layer]
+        if self._written is not None:
+            k, v = k[self._written], v[self._written]
+        keys.index_copy_(0, self._slots, k.to(keys.dtype))
+        values.index_copy_(0, self._slots, v.to(values.dtype))
+
+    def _gather(self, layer: int, s: SequenceStep, window: int | None) -> tuple[Tensor, Tensor]:
+        """Keys and values (S, Hkv, D) of one sequence in order, without the blocks that its first query cannot see."""
+        skipped = 0 if window is None else max(0, s.start + 1 - window) // self.cache.block_size
+        blocks = self._tables.get((s.first, skipped))
+        if blocks is None:
+            used = s.blocks[skipped : -(-s.context // self.cache.block_size)]
+            blocks = torch.tensor(used, dtype=torch.int32, device=self.metadata.device)
+            self._tables[s.first, skipped] = blocks
+        length = s.context - skipped * self.cache.block_size
+        return tuple(side.index_select(0, blocks).flatten(0, 1)[:length] for side in self.cache.layers[layer])
+
+    def _attend_group(self, layer: int, q: Tensor, group: _Group) -> Tensor:
+        """One query each: a group's query heads stand where queries stand, and padding is masked. -> (B, H, D)"""
+        B, H, Hkv, D = len(group.rows), q.shape[1], self.cache.config.num_key_value_heads, q.shape[2]
+        k, v = (
+            side.index_select(0, group.tables).view(B, -1, Hkv, D).transpose(1, 2) for side in self.cache.layers[layer]
+        )  # (B, Hkv, S, D)
+        out = F.scaled_dot_product_attention(
+            q[group.rows].view(B, Hkv, H // Hkv, D).to(k.dtype), k, v, attn_mask=group.mask
+        )
+        return out.reshape(B, H, D).to(q.dtype)
+
+    def _decode_groups(self, window: int | None) -> list[_Group]:
+        """Sequences of like length together, as many as GROUP_SLOTS padded tokens hold. Made once a step."""
+        if window in self._groups:
+            return self._groups[window]
+        groups, members = [], []
+        size = self.cache.block_size
+        for s in self._decodes:  # ascending, so the last is the longest
+            if members and (len(members) + 1) * -(-s.context // size) * size > GROUP_SLOTS:
+                groups.append(self._group(members, window))
+                members = []
+            members.append(s)
+        if members:
+            groups.append(self._group(members, window))
+        self._groups[window] = groups
+        return groups
+
+    def _group(self, members: list[SequenceStep], window: int | None) -> _Group:
+        device, size = self.metadata.device, self.cache.block_size
+        skipped = [0 if window is None else max(0, s.context - window) // size for s in members]
+        tables = padded_tables(
+            [s.blocks[skip : -(-s.context // size)] for s, skip in zip(members, skipped, strict=True)], device
+        )
+        lengths = [s.context - skip * size for s, skip in zip(members, skipped, strict=True)]
+        lengths = torch.tensor(lengths, device=device)[:, None]
+        slots = torch.arange(tables.shape[1] * size, device=device)
+        seen = slots < lengths
+        if window is not None:
+            seen &= slots >= lengths - window
+        dtype = self.cache.storage.dtype
+        mask = torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, float("-inf"))
+        rows = torch.tensor([s.first for s in members], device=device)
+        return _Group(rows, tables.flatten(), mask[:, None, None, :])
+
+    def advance(self, count: int) -> None:
+        """Nothing moves here: the scheduler counts what is computed."""
+
+
+class ExactStep(PagedStep):
+    """Attends one query at a time over exactly its own keys, so that a token's bits depend on its sequence alone."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        self._write(layer, k, v)
+        out = torch.zeros_like(q)
+        window = self.cache.config.window(layer)
+        for s in self.metadata.sequences:
+            keys, values = self._gather(layer, s, None)
+            for i in range(s.count):
+                end = s.start + i + 1
+                row = slice(s.first + i, s.first + i + 1)
+                out[row] = sdpa_attention(q[row], keys[:end], values[:end], window).to(q.dtype)
+        return out

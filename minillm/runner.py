@@ -1,0 +1,84 @@
+"""Where the tensors are: computes a schedule in one pass of the model and returns logits of the rows that sample.
+
+Exact mode (`batch_invariant`) promises bitwise the same logits for a request whatever its batch-mates, its chunks and
+its cache hits. It runs the model on tiles of TILE rows, one sequence at a time, with the token at position p always in
+row p % TILE, other rows zero. Every kernel then sees one shape, and a token one place in it, however it came there;
+no property of a kernel is relied on but that a row's value does not depend on what the other rows hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .batching import Scheduled, SchedulerOutput
+from .paging import PagedCache, SequenceStep, StepMetadata, move_blocks
+from .transformer import Transformer
+
+TILE = 16
+
+
+class ModelRunner:
+    """Owns the model, the device's cache and, for swapping, the host's."""
+
+    def __init__(
+        self,
+        model: Transformer,
+        num_blocks: int,
+        block_size: int,
+        num_host_blocks: int = 0,
+        batch_invariant: bool = False,
+    ) -> None:
+        self.model, self.block_size, self.batch_invariant = model, block_size, batch_invariant
+        self.cache = PagedCache(model.config, num_blocks, block_size, model.dtype, model.device)
+        self.host = PagedCache(model.config, num_host_blocks, block_size, model.dtype) if num_host_blocks else None
+
+    @torch.inference_mode()
+    def run(self, output: SchedulerOutput) -> Tensor | None:
+        """Logits (rows, V) float32, a row for each part that samples, in their order; None if none does."""
+        if output.swap_out:
+            move_blocks(self.cache, self.host, output.swap_out)
+        self.cache.copy_blocks(output.copies)
+        if output.swap_in:
+            move_blocks(self.host, self.cache, output.swap_in)
+        return self._exact(output.scheduled) if self.batch_invariant else self._packed(output.scheduled)
+
+    def _packed(self, parts: Sequence[Scheduled]) -> Tensor | None:
+        """All tokens of the step laid end to end, once through the model."""
+        tokens, positions, sequences, sampled = [], [], [], []
+        for request, start, count, samples, _ in parts:
+            sequences.append(SequenceStep(len(tokens), count, start, request.block_ids))
+            tokens += request.tokens(start, start + count)
+            positions += range(start, start + count)
+            if samples:
+                sampled.append(len(tokens) - 1)
+        hidden = self._forward(tokens, positions, StepMetadata(sequences, self.block_size, device=self.model.device))
+        if not sampled:
+            return None
+        return self.model.logits(hidden if len(sampled) == len(hidden) else hidden[sampled])
+
+    def _forward(self, tokens: list[int], positions: list[int], metadata: StepMetadata, exact: bool = False) -> Tensor:
+        device = self.model.device
+        cache = self.cache.step(metadata, exact)
+        return self.model(torch.tensor(tokens, device=device), torch.tensor(positions, device=device), cache)
+
+    def _exact(self, parts: Sequence[Scheduled]) -> Tensor | None:
+        rows = [logits for part in parts if (logits := self._exact_part(part)) is not None]
+        return torch.cat(rows) if rows else None
+
+    def _exact_part(self, part: Scheduled) -> Tensor | None:
+        request, end = part.request, part.start + part.count
+        start = part.start
+        while start < end:
+            row, count = start % TILE, min(end - start, TILE - start % TILE)
+            tokens, positions = [0] * TILE, [0] * TILE
+            tokens[row : row + count] = request.tokens(start, start + count)
+            positions[row : row + count] = range(start, start + count)
+            sequence = SequenceStep(row, count, start, request.block_ids)
+            metadata = StepMetadata([sequence], self.block_size, TILE, self.model.device)
+            hidden = self._forward(tokens, positions, metadata, exact=True)
+            start += count
+        row += count - 1
+        return self.model.logits(hidden)[row : row + 1] if part.samples else None
