@@ -443,3 +443,14 @@ def test_memory_decides_the_number_of_blocks(qwen3):
     assert 0.95 * (1 << 20) < cache.allocated_bytes <= (1 << 20) + cache.block_bytes
     small = LLM(*qwen3, max_num_seqs=1, block_size=16)
     assert small.engine.config.num_blocks == 1 + model.config.max_position_embeddings // 16
+
+
+def test_chat_is_generate_on_the_templates_tokens(smollm2):
+    llm = LLM(*smollm2, num_blocks=64)
+    params = SamplingParams(temperature=0, max_tokens=6)
+    talks = [[{"role": "user", "content": text}] for text in ("Hi", "Name a colour.")]
+    outputs = llm.chat(talks, params)
+    for talk, output in zip(talks, outputs, strict=True):
+        assert output.prompt_token_ids == smollm2[1].encode_chat(talk)
+        assert answers(output) == expected(smollm2, output.prompt_token_ids, params)
+    assert answers(llm.chat(talks[0], params)[0]) == answers(outputs[0])
