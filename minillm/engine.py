@@ -17,7 +17,7 @@ from . import checkpoint
 from .batching import Scheduler, SchedulerConfig
 from .errors import EngineError, RequestError
 from .events import EventLog
-from .generate import encode_prompt
+from .generate import encode_prompt, take_token
 from .outputs import CompletionOutput, RequestMetrics, RequestOutput
 from .request import Request
 from .runner import ModelRunner
@@ -43,14 +43,9 @@ class _Sequence:
     stop_reason: str | int | None = None
 
     def push(self, token: SampledToken, now: float) -> None:
-        silent = self.checker.stops_at(token.id) and not self.checker.params.include_stop_str_in_output
-        emission = self.checker.push(token.id, "" if silent else self.decoder.push(token.id))
-        text = emission.text
-        if emission.finish_reason is not None:
-            emission = self.checker.flush(self.decoder.flush())
-            text += emission.text
+        emission = take_token(self.checker, self.decoder, token.id)
         self.tokens.append(token)
-        self.pieces.append(text)
+        self.pieces.append(emission.text)
         self.times.append(now)
         self.finish_reason, self.stop_reason = emission.finish_reason, emission.stop_reason
 

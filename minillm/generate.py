@@ -13,7 +13,7 @@ import torch
 from .errors import RequestError
 from .kv_cache import ContiguousCache
 from .sampling import SampledToken, SamplingParams, SamplingState, sample
-from .stopping import StopChecker
+from .stopping import Emission, StopChecker
 from .tokenizer import StreamDecoder, Tokenizer
 from .transformer import Transformer
 
@@ -133,6 +133,19 @@ def _room(model: Transformer, cache) -> int:
     return min(model.config.max_position_embeddings, getattr(cache, "max_tokens", model.config.max_position_embeddings))
 
 
+def take_token(checker: StopChecker, decoder: StreamDecoder, token_id: int) -> Emission:
+    """One drawn token through detokenizer and stop rules; the last one brings along whatever text was held back.
+
+    The text of a stop or end token never enters the decoder, unless the request wants to see it.
+    """
+    silent = checker.stops_at(token_id) and not checker.params.include_stop_str_in_output
+    emission = checker.push(token_id, "" if silent else decoder.push(token_id))
+    if emission.finish_reason is None:
+        return emission
+    rest = checker.flush(decoder.flush())
+    return rest._replace(text=emission.text + rest.text)
+
+
 def _steps(model, tokenizer, ids: list[int], params: SamplingParams, cache, chunk, sequence: int) -> Iterator[Chunk]:
     prompt_length, ids = len(ids), list(ids)
     decoder = StreamDecoder(tokenizer, skip_special=True)
@@ -144,14 +157,10 @@ def _steps(model, tokenizer, ids: list[int], params: SamplingParams, cache, chun
         state = SamplingState(ids[:prompt_length], ids[prompt_length:], sequence)
         (token,) = sample(logits[None], [params], [state], vocab_size, tokenizer.eos_ids)
         ids.append(token.id)
-        silent = checker.stops_at(token.id) and not params.include_stop_str_in_output
-        emission = checker.push(token.id, "" if silent else decoder.push(token.id))
-        if emission.finish_reason is None:
-            yield Chunk(emission.text, token)
-            continue
-        rest = checker.flush(decoder.flush())
-        yield Chunk(emission.text + rest.text, token, rest.finish_reason, rest.stop_reason)
-        return
+        step = take_token(checker, decoder, token.id)
+        yield Chunk(step.text, token, step.finish_reason, step.stop_reason)
+        if step.finish_reason is not None:
+            return
 
 
 def generate(

@@ -24,7 +24,7 @@ from .errors import EngineError, RequestError
 ExtraKey = tuple[str, ...]  # ("adapter", name, version), ("salt", s), ("media", digest)
 
 
-def root_key(extra_keys: Sequence[tuple] = ()) -> bytes:
+def root_key(extra_keys: Sequence[ExtraKey] = ()) -> bytes:
     """The digest that a chain starts from. Each extra key is tagged by its kind, so an adapter named S is not a salt S.
 
     The text hashed is Python's repr of sorted tuples of str, int and bytes: the same in every process, unlike hash(),
