@@ -146,7 +146,7 @@ class Scheduler:
                 prefills.append(request)
         for request in prefills:
             self._continue(request, plan)
-        if not plan.preempted:
+        if not plan.preempted and (self.config.continuous_batching or not self.running):
             self._admit(plan)
         output = SchedulerOutput(list(plan.parts.values()), plan.swap_out, plan.swap_in, plan.preempted)
         if output.scheduled:

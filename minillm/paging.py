@@ -167,7 +167,8 @@ class PagedStep:
         window = self.cache.config.window(layer)
         for s in self._chunks:
             rows = slice(s.first, s.first + s.count)
-            out[rows] = sdpa_attention(q[rows], *self._gather(layer, s, window), window).to(q.dtype)
+            keys, values = self._gather(layer, s, window)
+            out[rows] = sdpa_attention(q[rows].to(keys.dtype), keys, values, window).to(q.dtype)
         for group in self._decode_groups(window):
             out[group.rows] = self._attend_group(layer, q, group)
         return out
@@ -250,5 +251,5 @@ class ExactStep(PagedStep):
             for i in range(s.count):
                 end = s.start + i + 1
                 row = slice(s.first + i, s.first + i + 1)
-                out[row] = sdpa_attention(q[row], keys[:end], values[:end], window).to(q.dtype)
+                out[row] = sdpa_attention(q[row].to(keys.dtype), keys[:end], values[:end], window).to(q.dtype)
         return out

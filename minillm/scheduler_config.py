@@ -13,6 +13,7 @@ class SchedulerConfig:
 
     priority_places: under "priority", one level (lower runs first) is worth this many places in the queue; so a low
     request is overtaken by a bounded number of later ones, and does not starve.
+    continuous_batching: False admits the next batch only when the last has ended whole, as engines did before Orca.
     watermark: share of blocks that an admission leaves free while others run, so that their growth does not preempt.
     num_blocks counts the null block; num_host_blocks are for swapping out, 0 for none.
     """
@@ -23,6 +24,7 @@ class SchedulerConfig:
     max_num_batched_tokens: int = 512
     max_model_len: int = 8192
     enable_chunked_prefill: bool = True
+    continuous_batching: bool = True
     long_prefill_token_threshold: int = 0
     policy: str = "fcfs"
     priority_places: int = 1000
