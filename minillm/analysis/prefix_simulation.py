@@ -135,7 +135,7 @@ def replay(
     result = Replay(capacity, eviction)
     for request in requests:
         keys = [hash_id.to_bytes(8, "big") for hash_id in request.hash_ids]
-        hits = _pass_through(pool, cache, Prefix(root, keys), min(len(keys), room))
+        hits = _pass_through(pool, cache, Prefix(root, keys=keys), min(len(keys), room))
         result.blocks.append(len(keys))
         result.hit_blocks.append(hits)
         result.tokens.append(request.input_length)
