@@ -1,0 +1,36 @@
+"""Server-sent events, as far as a language model's stream needs them (WHATWG HTML, section 9.2).
+
+Bytes come in pieces of any size; an event ends at an empty line. Lines that are no `data:` (comments, which servers
+send to keep a connection alive, event names, ids) carry nothing here.
+"""
+
+from __future__ import annotations
+
+LIMIT = 4 * 2**20  # bytes of one event; more is no stream of tokens
+
+
+class EventStream:
+    """`feed(bytes)` returns the data of the events that are now complete, as bytes."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self._data: list[bytes] = []
+
+    def feed(self, piece: bytes) -> list[bytes]:
+        """Raises ValueError for a line that does not end within 4 MiB."""
+        *lines, self._rest = (self._rest + piece).split(b"\n")
+        if len(self._rest) > LIMIT:
+            raise ValueError("a line of more than 4 MiB")
+        return [data for line in lines if (data := self._line(line.rstrip(b"\r"))) is not None]
+
+    def flush(self) -> list[bytes]:
+        """What a stream that ended without its last empty line left behind."""
+        return [data for data in (*self.feed(b"\n"), *self.feed(b"\n")) if data]
+
+    def _line(self, line: bytes) -> bytes | None:
+        if line.startswith(b"data:"):
+            self._data.append(line[5:].removeprefix(b" "))
+        if line or not self._data:
+            return None
+        data, self._data = b"\n".join(self._data), []
+        return data
