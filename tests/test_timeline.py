@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 from minillm.analysis.history import SLO, Part, histories
-from minillm.viz.timeline import COLOURS, gantt, merged, seating, slot_timeline
+from minillm.viz.timeline import COLOURS, gantt, merged, seating, slot_timeline, step_view
 from minillm.viz.widgets import png
 from tests.schedules import Job, play
 
@@ -40,6 +40,8 @@ FIGURES = {
     "gantt with verdicts": lambda: gantt(drawn(), "t", SLO(0.1, 0.02)),
     "gantt in steps": lambda: gantt(drawn(preemption="swap", num_host_blocks=30), "t", SLO(5, 1.5), by="step"),
     "slots": lambda: slot_timeline({"static": drawn(continuous_batching=False), "continuous": drawn()}, 8, "t"),
+    "a step": lambda: step_view(drawn(), 8),
+    "a step that was not": lambda: step_view(drawn(), 999),
     "nobody": lambda: gantt([], "t"),
 }
 
@@ -125,3 +127,22 @@ def test_static_batching_shows_its_idle_slots():
     widths = sum(end - start for _, start, end in bars(fig.axes[0]))
     assert widths == 14
     assert fig.axes[0].get_xlim() == fig.axes[1].get_xlim() == (0, 7)
+
+
+def test_a_step_shows_what_is_cached_what_is_computed_and_what_is_to_come():
+    """Prompts of 4 and 20, budget 8: in step 2 the first decodes, the second computes seven more after its four."""
+    events = play([Job(4, 3), Job(20, 2)], max_num_batched_tokens=8).events
+    ax = step_view(events, 2).axes[0]
+    assert bars(ax) == [(0, 0, 5), (0, 0, 4), (0, 4, 5), (1, 0, 20), (1, 0, 4), (1, 4, 11)]
+    assert ax.get_title(loc="left") == "Step 2: 8 tokens computed"
+    assert {"+1", "+7"} <= set(texts(ax.figure))
+
+
+@pytest.mark.parametrize(("options", "cached"), [({}, 0), ({"preemption": "swap", "num_host_blocks": 30}, 14)])
+def test_who_is_preempted_has_lost_the_cache_and_who_is_swapped_has_not(options, cached):
+    events = drawn(**options)
+    victim = next(life for life in histories(events, "step") if life.num_preemptions)
+    gone = next(part for part in victim.parts if part.kind in ("preempted", "swapped"))
+    lane = int(victim.request)
+    widths = [end for bar, _, end in bars(step_view(events, int(gone.start) + 1).axes[0]) if bar == lane]
+    assert widths == [15, cached][: 2 if cached else 1]

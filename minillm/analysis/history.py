@@ -21,13 +21,15 @@ COMPUTING = ("prefill", "recompute", "decode")  # recompute: tokens that had bee
 
 
 class Part(NamedTuple):
-    """From `start` to `end` the request did `kind`. `tokens` were computed, in `step`; both are 0 while it waits."""
+    """From `start` to `end` the request did `kind`. In `step` it computed `tokens`, beginning with its token `first`;
+    all three are 0 while it waits."""
 
     kind: str
     start: float
     end: float
     tokens: int = 0
     step: int = 0
+    first: int = 0
 
 
 @dataclass
@@ -162,7 +164,7 @@ class _Live:
         self.reached = max(self.reached, self.computed)
         decodes = count == 1 if self.known is None else bool(self.history.token_times) and self.known - first == 1
         kind = "recompute" if again else "decode" if decodes else "prefill"
-        self.history.parts.append(Part(kind, start, end, count, step))
+        self.history.parts.append(Part(kind, start, end, count, step, first))
 
 
 class _Reader:

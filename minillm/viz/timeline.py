@@ -1,5 +1,5 @@
-"""Requests over time, drawn from the event log: a Gantt of each one's life, and the slots of a batch with their idle
-ones. Both count in seconds or in steps.
+"""Requests over time, drawn from the event log: a Gantt of each one's life, the slots of a batch with their idle ones,
+and one step with who computes what in it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from ..analysis.history import SLO, History, Part, histories, idle_slots, judge
+from ..analysis.history import COMPUTING, SLO, WAITING, History, Part, histories, idle_slots, judge
 from ..events import Event
 from .chips import drawable
 from .style import BLUE, GREEN, GREY, INK, ORANGE, PAPER, PINK, RED, SKY, figure, tint
@@ -138,6 +138,59 @@ def _legend(fig: Figure, kinds: Iterable[str]) -> None:
     ]
     if handles:
         fig.legend(handles=handles, loc="outside lower center", ncols=len(handles))
+
+
+# --- one step ---
+
+
+def step_view(events: Iterable[Event], step: int, title: str = "") -> Figure:
+    """Who computes what in one step: of each request the tokens in the cache, those of this step, those still to come.
+
+    A request that waits is drawn pale. Requests that have ended, or have not come, leave their lane empty.
+    """
+    lives = histories(events, "step")[:_MOST_LANES]
+    longest = max((_known(life, 1 << 60) for life in lives), default=1)
+    total = sum(part.tokens for life in lives for part in life.parts if part.step == step)
+    with figure(height=1.9 + 0.36 * max(2, len(lives))) as (fig, ax):
+        for lane, life in enumerate(lives):
+            _progress(ax, lane, life, step)
+        ax.set_yticks(range(len(lives)), [drawable(life.request) for life in lives])
+        ax.set(xlabel="tokens of the request", ylabel="request", xlim=(0, 1.2 * longest))
+        ax.set(title=title or f"Step {step}: {total} tokens computed", ylim=(len(lives) - 0.4, -0.6))
+        ax.grid(False, axis="y")
+        handles = [
+            Patch(facecolor=tint(GREY, 0.2), label="in the cache"),
+            Patch(facecolor=PAPER, edgecolor=GREY, label="to come"),
+        ]
+        handles += [Patch(facecolor=COLOURS[kind], label=f"{_NAMES[kind]}, this step") for kind in COMPUTING]
+        fig.legend(handles=handles, loc="outside lower center", ncols=len(handles))
+    return fig
+
+
+def _known(life: History, step: int) -> int:
+    """Prompt and the tokens drawn before this step."""
+    return (life.prompt or 0) + sum(time < step for time in life.token_times)
+
+
+def _progress(ax: Axes, lane: int, life: History, step: int) -> None:
+    here = life.added is not None and life.added < step and (life.finished is None or life.finished >= step)
+    if not here:
+        return
+    before = [part for part in life.parts if part.start < step - 1]
+    now = next((part for part in life.parts if part.start <= step - 1 < part.end), None)
+    last = next((part for part in reversed(before) if part.step), None)
+    cached = last.first + last.tokens if last else 0
+    if now is not None and now.step:
+        cached = now.first
+    elif now is not None and now.kind != "swapped":
+        cached = 0
+    known, waits = _known(life, step), now is not None and now.kind in WAITING
+    ax.barh(lane, known, height=0.66, color=PAPER, edgecolor=tint(GREY, 0.5) if waits else GREY)
+    ax.barh(lane, cached, height=0.66, color=tint(GREY, 0.6 if waits else 0.2))
+    words = _NAMES[now.kind] if waits else "" if now is None else f"+{now.tokens}"
+    if now is not None and now.step:
+        ax.barh(lane, now.tokens, left=cached, height=0.66, color=COLOURS[now.kind])
+    ax.annotate(words, (known, lane), (6, 0), textcoords="offset points", va="center", size=9)
 
 
 # --- slots of a batch ---
