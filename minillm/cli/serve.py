@@ -1,0 +1,125 @@
+"""`python -m minillm serve`: an OpenAI-compatible server."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+from ..errors import EngineError
+from . import common
+
+EXAMPLES = """
+python -m minillm serve
+python -m minillm serve --port 9000 --max-num-seqs 32 --max-waiting 100
+python -m minillm serve --host 0.0.0.0 --api-key secret
+"""
+KEY_VARIABLE = "MINILLM_API_KEY"
+
+# flag -> (type, metavar, help); the names are those of SchedulerConfig
+_ENGINE = {
+    "max-num-seqs": (int, "N", "sequences that run at once (default: 256)"),
+    "max-num-batched-tokens": (int, "N", "tokens of one step; long prompts are cut into chunks (default: 512)"),
+    "max-model-len": (int, "N", "tokens of prompt and answer together (default: 8192, and the model's context)"),
+    "num-blocks": (int, "N", "blocks of the KV cache, instead of --kv-cache-bytes"),
+    "block-size": (int, "N", "tokens of one block (default: 16)"),
+    "policy": (str, "NAME", "fcfs, or priority: a request's priority counts, lower runs first"),
+    "prefix-cache": (str, "NAME", "hash, radix or off (default: hash)"),
+    "num-host-blocks": (int, "N", "blocks in host memory (default: 0)"),
+    "host-reuse": (str, "NAME", "measured, always or never: whether prefixes come back from host memory"),
+    "max-waiting": (int, "N", "requests in the queue before further ones get 429 (default: no limit)"),
+    "ttft-slo": (float, "SECONDS", "refuse requests whose first token would come later than this"),
+}
+_FIELDS = {"ttft_slo": "ttft_slo_s"}
+
+
+def add_parser(commands) -> None:
+    parser = common.add_command(
+        commands,
+        "serve",
+        run,
+        "serve the model to OpenAI clients",
+        EXAMPLES,
+        description="Serve /v1/completions and /v1/chat/completions, with /v1/models, /health and /metrics. "
+        "SIGTERM or Ctrl-C lets running requests finish; a second one ends at once.",
+    )
+    common.add_model_options(parser)
+    _add_server_options(parser.add_argument_group("server"))
+    group = parser.add_argument_group("engine")
+    for flag, (kind, metavar, text) in _ENGINE.items():
+        group.add_argument(f"--{flag}", type=kind, metavar=metavar, help=text)
+    group.add_argument("--kv-cache-bytes", type=int, default=1 << 30, metavar="N", help="memory for the KV cache "
+                       "(default: 1 GiB)")  # fmt: skip
+
+
+def _add_server_options(group) -> None:
+    group.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="default: 127.0.0.1, this machine alone")
+    group.add_argument("--port", type=int, default=8000, metavar="N", help="0 for a free one (default: 8000)")
+    group.add_argument(
+        "--api-key", action="append", default=[], metavar="KEY",
+        help=f"clients must send one of these; may be repeated (default: ${KEY_VARIABLE}, which others cannot see in "
+        "the list of processes)",
+    )  # fmt: skip
+    group.add_argument("--served-model-name", metavar="NAME", help="what clients call the model (default: its own)")
+    group.add_argument("--max-body-bytes", type=int, default=1 << 20, metavar="N", help="default: 1 MiB")
+    group.add_argument("--max-prompt-tokens", type=int, metavar="N", help="default: as many as the engine holds")
+    group.add_argument(
+        "--request-timeout", type=float, default=600.0, metavar="SECONDS", help="0 for none (default: 600)"
+    )
+    group.add_argument(
+        "--drain-timeout", type=float, default=30.0, metavar="SECONDS",
+        help="what running requests get to finish in at the end (default: 30)",
+    )  # fmt: skip
+
+
+def run(args: argparse.Namespace) -> int:
+    from ..serving.lifecycle import bind, serve_process
+    from ..serving.settings import ServerSettings
+
+    keys = tuple(args.api_key) or tuple(filter(None, [os.environ.get(KEY_VARIABLE)]))
+    settings = ServerSettings(
+        model_name=args.served_model_name or _model_name(args.model),
+        host=args.host,
+        port=args.port,
+        api_keys=keys,
+        max_body_bytes=args.max_body_bytes,
+        max_prompt_tokens=args.max_prompt_tokens,
+        request_timeout_s=args.request_timeout or None,
+        drain_timeout_s=args.drain_timeout,
+    )
+    with bind(settings.host, settings.port) as sock:
+        if not keys and not _is_local(sock.getsockname()[0]):
+            common.say(f"minillm: warning: {settings.host} is open to others and no API key is set; use --api-key")
+        return serve_process(_engine(args), settings, sock)
+
+
+def _engine(args: argparse.Namespace):
+    from ..async_engine import AsyncEngine
+    from ..engine import Engine, scheduler_config
+
+    names = {flag: flag.replace("-", "_") for flag in _ENGINE}
+    options = {_FIELDS.get(n, n): v for n in names.values() if (v := getattr(args, n)) is not None}
+    _check_options(options)
+    model, tokenizer = common.load(args)
+    return AsyncEngine(Engine(model, tokenizer, scheduler_config(model, args.kv_cache_bytes, options)))
+
+
+def _check_options(options: dict) -> None:
+    """A bad setting is told before a model is loaded."""
+    from ..scheduler_config import SchedulerConfig
+
+    try:
+        SchedulerConfig(**options)
+    except TypeError as error:
+        raise EngineError(f"this engine has no such setting: {error}") from None
+
+
+def _model_name(source: str | None) -> str:
+    if source is None:
+        return "SmolLM2-135M-Instruct"
+    path = Path(source)
+    return (path.stem if path.is_file() else path.resolve().name) if path.exists() else source
+
+
+def _is_local(address: str) -> bool:
+    return address.startswith("127.") or address == "::1"

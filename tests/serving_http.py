@@ -1,0 +1,97 @@
+"""A server on a tiny random model over a real socket, and what its tests ask of it."""
+
+from __future__ import annotations
+
+import json
+import time
+from contextlib import contextmanager
+from functools import cache
+
+import httpx
+import openai
+
+from minillm import checkpoint
+from minillm.serving import serve_in_thread
+from tests import tiny
+from tests.serving import make_engine
+
+TEMPLATE = (
+    "{% for m in messages %}<start>{{ m.role }}: {{ m.content }}<end>{% endfor %}{{ 'a' if add_generation_prompt }}"
+)
+MODEL = "tiny"
+
+
+@cache
+def _load(folder):
+    return checkpoint.load(folder, "float32")
+
+
+def make_chat_model(tmp_path_factory):
+    """(model, tokenizer) with a chat template, made once a session."""
+    folder = tmp_path_factory.getbasetemp() / "serving-chat"
+    if not folder.exists():
+        folder.mkdir()
+        tiny.save("qwen3", folder)
+        settings = {"eos_token": "<end>", "chat_template": TEMPLATE}
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return _load(folder)
+
+
+@contextmanager
+def serving(pair, settings=None, **options):
+    """A running server; at the end nothing of any request is left in its engine."""
+    engine = make_engine(pair, **{"num_blocks": 256, "max_num_seqs": 16, **options})
+    with serve_in_thread(engine, model_name=MODEL, **(settings or {})) as server:
+        yield server
+        wait_idle(server)
+    assert not engine.has_unfinished_requests()
+    engine.scheduler.check()
+
+
+def client_of(server, key: str = "unused", **options) -> openai.OpenAI:
+    return openai.OpenAI(base_url=server.url + "/v1", api_key=key, **{"max_retries": 0, "timeout": 30, **options})
+
+
+def scheduler_of(server):
+    return server.engine.engine.scheduler
+
+
+def wait_until(condition, seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.01)
+
+
+def wait_idle(server) -> None:
+    """Every request has ended and every block is back."""
+    scheduler = scheduler_of(server)
+    wait_until(lambda: not scheduler.has_unfinished_requests() and scheduler.pool.available == scheduler.pool.total)
+
+
+def post(server, path: str, body, **headers) -> httpx.Response:
+    """A body as it is, bytes or a value."""
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    headers = {"content-type": "application/json", **headers}
+    return httpx.post(server.url + path, content=content, headers=headers, timeout=30)
+
+
+def events(response: httpx.Response) -> list:
+    """The values of a stream's events, "[DONE]" among them."""
+    blocks = response.content.decode("utf-8").split("\n\n")
+    assert blocks.pop() == ""
+    assert all(block.startswith("data: ") and "\n" not in block for block in blocks)
+    return [b[6:] if b == "data: [DONE]" else json.loads(b[6:]) for b in blocks]
+
+
+def check_error(response: httpx.Response, status: int, code: str | None = None) -> dict:
+    """OpenAI's shape, and strict UTF-8 JSON. Returns the error."""
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json"
+    error = json.loads(response.content.decode("utf-8"))["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert isinstance(error["message"], str)
+    assert 0 < len(error["message"]) < 500
+    if code is not None:
+        assert error["code"] == code, error
+    return error
