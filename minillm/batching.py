@@ -20,51 +20,20 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import NamedTuple
 
 from .block_pool import NULL, BlockError, BlockPool
 from .errors import QueueFullError, RequestError
 from .events import EventLog
+from .host_tier import HostTier
 from .prefix_cache import make_prefix_cache
 from .request import Request, RequestStatus
 from .scheduler_config import SchedulerConfig
+from .step_plan import Plan, Scheduled, SchedulerOutput
 
 __all__ = ["Scheduled", "Scheduler", "SchedulerConfig", "SchedulerOutput"]
 
 _ORDER = attrgetter("order")
-
-
-class Scheduled(NamedTuple):
-    """One request's part of a step: tokens start to start + count, written into the blocks of its table.
-
-    `samples`: it reaches the request's last known token, so that a new one follows.
-    """
-
-    request: Request
-    start: int
-    count: int
-    samples: bool
-    copies: tuple[tuple[int, int], ...] = ()  # copy-on-write, (source, target)
-
-
-@dataclass
-class SchedulerOutput:
-    """A step. Block copies come before any write, in this order: swap_out, the parts' copies, swap_in."""
-
-    scheduled: list[Scheduled] = field(default_factory=list)
-    swap_out: list[tuple[int, int]] = field(default_factory=list)  # (block, host block)
-    swap_in: list[tuple[int, int]] = field(default_factory=list)  # (host block, block)
-    preempted: list[Request] = field(default_factory=list)
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(part.count for part in self.scheduled)
-
-    @property
-    def copies(self) -> list[tuple[int, int]]:
-        return [pair for part in self.scheduled for pair in part.copies]
 
 
 class Scheduler:
@@ -73,8 +42,10 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig, events: EventLog | None = None) -> None:
         self.config, self.events = config, events if events is not None else EventLog()
         self.pool = BlockPool(config.num_blocks, config.block_size, config.eviction, self.events)
-        self.host_pool = BlockPool(max(2, config.num_host_blocks), config.block_size)
         self.prefix_cache = make_prefix_cache(config.prefix_cache, self.pool)
+        self.host = HostTier(config.num_host_blocks, config.block_size, config.eviction, config.host_reuse, self.events)
+        if self.host.keeps:
+            self.prefix_cache.on_evict = self.host.offload
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self._arrivals = 0
@@ -86,10 +57,7 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Into the queue. Raises RequestError, with the reason, for what could never run."""
         self._refuse(request)
-        config = self.config
-        places = request.priority * config.priority_places if config.policy == "priority" else 0
-        request.arrival = self._arrivals
-        request.order = (self._arrivals + places, self._arrivals, 0)
+        request.arrival, request.order = self._arrivals, self._order(request)
         self._arrivals += 1
         insort(self.waiting, request, key=_ORDER)
         self.events.append("added", request.label, tokens=request.num_prompt, priority=request.priority)
@@ -116,6 +84,17 @@ class Scheduler:
         if config.max_waiting is not None and len(self.waiting) >= config.max_waiting:
             raise QueueFullError(f"{len(self.waiting)} requests are waiting, which is the limit; try again later")
 
+    def queued_before(self, request: Request) -> tuple[int, int]:
+        """(prompt tokens to compute up to the end of this request's, requests waiting before it). Cached ones count
+        as if they had to be computed, since what they will find is known only when they start."""
+        ahead = [r for r in self.waiting if r.order < self._order(request)]
+        running = sum(max(0, r.num_tokens - r.num_computed - 1) for r in self.running)
+        return running + sum(r.num_tokens - r.num_computed for r in ahead) + request.num_tokens, len(ahead)
+
+    def _order(self, request: Request) -> tuple[int, int, int]:
+        places = request.priority * self.config.priority_places if self.config.policy == "priority" else 0
+        return (self._arrivals + places, self._arrivals, 0)
+
     def finish(self, request: Request, reason: str) -> bool:
         """Ends a request in whatever state it is and frees its blocks. False if it had ended before."""
         if request.status is RequestStatus.FINISHED:
@@ -123,7 +102,7 @@ class Scheduler:
         (self.running if request.status is RequestStatus.RUNNING else self.waiting).remove(request)
         self._let_go(request)
         if request.host_blocks is not None:
-            self.host_pool.release(request.host_blocks)
+            self.host.release(request.host_blocks)
             request.host_blocks = None
         request.status, request.finish_reason = RequestStatus.FINISHED, reason
         self.events.append("finished", request.label, reason=reason, tokens=len(request.output_token_ids))
@@ -135,9 +114,9 @@ class Scheduler:
     # --- one step ---
 
     def schedule(self) -> SchedulerOutput:
-        """Decides the next step and reserves its blocks. Every call must be followed by `update`."""
+        """Decides the next step and reserves its blocks. Every call must be followed by `update`, or by `discard`."""
         self.events.step += 1
-        plan = _Plan(self.config.max_num_batched_tokens)
+        plan = Plan(self.config.max_num_batched_tokens)
         prefills = []
         for request in list(self.running):
             if request.num_tokens - request.num_computed == 1:
@@ -148,7 +127,7 @@ class Scheduler:
             self._continue(request, plan)
         if not plan.preempted and (self.config.continuous_batching or not self.running):
             self._admit(plan)
-        output = SchedulerOutput(list(plan.parts.values()), plan.swap_out, plan.swap_in, plan.preempted)
+        output = SchedulerOutput(list(plan.parts.values()), *self.host.take_copies(), plan.preempted)
         if output.scheduled:
             labels = [part.request.label for part in output.scheduled]
             self.events.append("scheduled", requests=labels, tokens=[part.count for part in output.scheduled])
@@ -156,13 +135,16 @@ class Scheduler:
             raise BlockError("requests are left and none can run: this must never happen")
         return output
 
-    def _continue(self, request: Request, plan: _Plan) -> None:
+    def _continue(self, request: Request, plan: Plan) -> None:
         """The next tokens of a running request; the last in order give up their blocks if there are none."""
         if request.status is not RequestStatus.RUNNING or not plan.budget:
             return
         start, known = request.num_computed, request.num_tokens
-        count = 1 if known - start == 1 else self._chunk(known - start, plan.budget)
-        while (copies := self._reserve(request, count)) is None:
+        while True:
+            count = self._chunk(known - start, plan.budget)  # a victim's tokens come back into the budget
+            copies = self._reserve(request, count)
+            if copies is not None:
+                break
             victim = self.running[-1]
             self._preempt(victim, plan)
             if victim is request:
@@ -195,11 +177,11 @@ class Scheduler:
             table.extend(pool.allocate(more, request.label))
         return copies
 
-    def _preempt(self, request: Request, plan: _Plan) -> None:
+    def _preempt(self, request: Request, plan: Plan) -> None:
         """Takes a running request's blocks. Swapped out it resumes where it was, otherwise it computes all again."""
         part = plan.drop(request)
         untouched = part is None or not part.copies  # a copy that was planned is not made, so there is nothing to save
-        swaps = self.config.preemption == "swap" and untouched and self._swap_out(request, plan)
+        swaps = self.config.preemption == "swap" and untouched and self._swap_out(request)
         lost = 0 if swaps else request.num_computed
         self._let_go(request)
         if not swaps:
@@ -212,16 +194,10 @@ class Scheduler:
         how = "swap" if swaps else "recompute"
         self.events.append("preempted", request.label, how=how, lost=lost)
 
-    def _swap_out(self, request: Request, plan: _Plan) -> bool:
+    def _swap_out(self, request: Request) -> bool:
         written = request.block_ids[: self.pool.blocks_for(request.num_computed)]
-        kept = [block for block in written if block != NULL]
-        if not kept or len(kept) > self.host_pool.available:
-            return False
-        pairs = list(zip(kept, self.host_pool.allocate(len(kept)), strict=True))
-        plan.swap_out += pairs
-        host = dict(pairs)
-        request.host_blocks = [host.get(block, NULL) for block in written]
-        return True
+        request.host_blocks = self.host.swap_out(written)
+        return request.host_blocks is not None
 
     def _let_go(self, request: Request) -> None:
         self.pool.release(request.block_ids, request.label)
@@ -229,7 +205,7 @@ class Scheduler:
 
     # --- admission ---
 
-    def _admit(self, plan: _Plan) -> None:
+    def _admit(self, plan: Plan) -> None:
         slots = self.config.max_num_seqs - sum(r.width for r in self.running)
         owed = sum(max(0, self.pool.blocks_for(r.num_tokens) - len(r.block_ids)) for r in self.running)
         while self.waiting and plan.budget and self.waiting[0].width <= slots:
@@ -241,10 +217,10 @@ class Scheduler:
             slots -= request.width
             owed += self.pool.blocks_for(request.num_tokens) - len(request.block_ids)
 
-    def _start(self, request: Request, plan: _Plan, owed: int) -> bool:
+    def _start(self, request: Request, plan: Plan, owed: int) -> bool:
         pool, swapped = self.pool, request.host_blocks is not None
-        hits = [] if swapped else self._match(request)
-        computed = request.num_computed if swapped else len(hits) * pool.block_size
+        hits, reloads = ([], []) if swapped else self._match(request)
+        computed = request.num_computed if swapped else (len(hits) + len(reloads)) * pool.block_size
         count = self._chunk(request.num_tokens - computed, plan.budget)
         spare = int(self.config.watermark * pool.total) if self.running else 0
         available = pool.available - sum(pool.ref_counts[b] == 0 for b in hits) - owed - spare
@@ -253,32 +229,44 @@ class Scheduler:
         pool.share(hits)
         request.block_ids, request.num_published = hits, len(hits)
         if swapped:
-            self._swap_in(request, plan)
+            self._swap_in(request)
+        elif reloads:
+            self._reload(request, reloads)
         request.num_computed = computed
         self._reserve(request, count)
-        self._note_admission(request, "swap" if swapped else "recompute")
+        self._note_admission(request, "swap" if swapped else "recompute", len(reloads) * pool.block_size)
         request.status = RequestStatus.RUNNING
         plan.add(Scheduled(request, computed, count, computed + count == request.num_tokens))
         return True
 
-    def _match(self, request: Request) -> list[int]:
-        """Cached blocks of its known tokens, the last one excepted: its logits must be computed."""
+    def _match(self, request: Request) -> tuple[list[int], list[int]]:
+        """Cached blocks of its known tokens, the last one excepted: its logits must be computed. Those on the device
+        and, behind them, those in host memory that are worth copying back."""
         blocks = (request.num_tokens - 1) // self.pool.block_size
-        return self.prefix_cache.match(request.prefix, request.token_ids, blocks) if blocks else []
+        if not blocks:
+            return [], []
+        tokens = request.token_ids
+        hits = self.prefix_cache.match(request.prefix, tokens, blocks)
+        return hits, self.host.match(request.prefix, tokens, len(hits), blocks)
 
-    def _swap_in(self, request: Request, plan: _Plan) -> None:
-        host = request.host_blocks
-        kept = [block for block in host if block != NULL]
-        device = iter(self.pool.allocate(len(kept), request.label))
-        request.block_ids = [next(device) if block != NULL else NULL for block in host]
-        plan.swap_in += [(h, b) for h, b in zip(host, request.block_ids, strict=True) if h != NULL]
-        self.host_pool.release(host)
+    def _reload(self, request: Request, reloads: list[int]) -> None:
+        """Takes blocks for a prefix found in host memory. They are published when the copies are made."""
+        self.host.hold(reloads)  # before anything is allocated, which may push blocks out to the host
+        blocks = self.pool.allocate(len(reloads), request.label)
+        request.block_ids.extend(blocks)
+        self.host.load(reloads, blocks)
+
+    def _swap_in(self, request: Request) -> None:
+        kept = sum(block != NULL for block in request.host_blocks)
+        request.block_ids = self.host.swap_in(request.host_blocks, self.pool.allocate(kept, request.label))
         request.host_blocks = None
 
-    def _note_admission(self, request: Request, how: str) -> None:
+    def _note_admission(self, request: Request, how: str, from_host: int) -> None:
         resumed, cached = request.num_preemptions > 0, request.num_computed
         if how == "recompute":
-            self.prefix_cache.stats.record(request.num_tokens, cached, resumed)
+            self.prefix_cache.stats.record(request.num_tokens, cached, resumed, from_host)
+        if from_host:
+            self.events.append("reloaded", request.label, tokens=from_host)
         if request.num_cached is None:
             request.num_cached = cached
         if resumed:
@@ -295,6 +283,7 @@ class Scheduler:
         becomes n running ones here, all of which sample from the one row.
         """
         sampling, row, size = [], -1, self.pool.block_size
+        self.host.settle()
         for part in output.scheduled:
             request, start, count, samples, _ = part
             row += samples
@@ -310,6 +299,16 @@ class Scheduler:
                 if request.width > 1:
                     sampling += [(row, child) for child in self._fork(request)]
         return sampling
+
+    def discard(self, output: SchedulerOutput) -> list[Request]:
+        """The step failed, and nothing can be said of what it wrote. Returns those that it computed, for the caller
+        to end; a request that it swapped out computes all its tokens again."""
+        self.host.settle(done=False)
+        for request in output.preempted:
+            if request.host_blocks is not None:
+                self.host.release(request.host_blocks)
+                request.host_blocks, request.num_computed = None, 0
+        return [part.request for part in output.scheduled]
 
     def _publish(self, request: Request) -> None:
         full = request.num_computed // self.pool.block_size
@@ -350,7 +349,7 @@ class Scheduler:
     def check(self) -> None:
         """Every invariant, block by block. Raises BlockError."""
         self.pool.check([r.block_ids for r in self.running])
-        self.host_pool.check([r.host_blocks for r in self.waiting if r.host_blocks is not None])
+        self.host.check([r.host_blocks for r in self.waiting if r.host_blocks is not None])
         self.prefix_cache.check()
         for request in self.waiting:
             if request.block_ids or request.status is RequestStatus.RUNNING:
@@ -359,25 +358,3 @@ class Scheduler:
             room = len(request.block_ids) * self.pool.block_size
             if request.status is not RequestStatus.RUNNING or not request.num_computed <= room:
                 raise BlockError(f"{request} runs with room for {room} tokens")
-
-
-class _Plan:
-    """A step being put together."""
-
-    def __init__(self, budget: int) -> None:
-        self.budget = budget
-        self.parts: dict[Request, Scheduled] = {}
-        self.swap_out: list[tuple[int, int]] = []
-        self.swap_in: list[tuple[int, int]] = []
-        self.preempted: list[Request] = []
-
-    def add(self, part: Scheduled) -> None:
-        self.parts[part.request] = part
-        self.budget -= part.count
-
-    def drop(self, request: Request) -> Scheduled | None:
-        """Takes a request out again: it lost its blocks to one that comes before it."""
-        part = self.parts.pop(request, None)
-        if part is not None:
-            self.budget += part.count
-        return part

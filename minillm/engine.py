@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
@@ -15,83 +15,20 @@ import torch
 
 from . import checkpoint
 from .batching import Scheduler, SchedulerConfig
-from .errors import EngineError, RequestError
+from .errors import EngineError, OverloadedError, RequestError
 from .events import EventLog
-from .generate import encode_prompt, take_token
-from .outputs import CompletionOutput, RequestMetrics, RequestOutput
+from .generate import encode_prompt
+from .outputs import RequestMetrics, RequestOutput
 from .request import Request
-from .runner import ModelRunner
-from .sampling import SampledToken, SamplingError, SamplingParams, SamplingState, sample
+from .request_group import RequestGroup, SequenceText
+from .runner import ModelRunner, cache_dtype
+from .sampling import SamplingError, SamplingParams, SamplingState, sample
+from .step_plan import Scheduled, SchedulerOutput
 from .stopping import StopChecker
 from .tokenizer import StreamDecoder, Tokenizer
 from .transformer import Transformer
 
 Prompt = str | Sequence[int] | Mapping
-
-
-@dataclass
-class _Sequence:
-    """The text side of one sequence; the scheduler knows its integers."""
-
-    request: Request
-    decoder: StreamDecoder
-    checker: StopChecker
-    tokens: list[SampledToken] = field(default_factory=list)
-    pieces: list[str] = field(default_factory=list)
-    times: list[float] = field(default_factory=list)
-    finish_reason: str | None = None
-    stop_reason: str | int | None = None
-
-    def push(self, token: SampledToken, now: float) -> None:
-        emission = take_token(self.checker, self.decoder, token.id)
-        self.tokens.append(token)
-        self.pieces.append(emission.text)
-        self.times.append(now)
-        self.finish_reason, self.stop_reason = emission.finish_reason, emission.stop_reason
-
-    def release_text(self) -> None:
-        """Cut short from outside: what was held back, waiting for a stop string or half a character, is due now."""
-        if self.pieces:
-            self.pieces[-1] += self.checker.flush(self.decoder.flush()).text
-
-    def output(self) -> CompletionOutput:
-        return CompletionOutput(
-            self.request.sequence,
-            len(self.tokens),
-            self.finish_reason,
-            self.stop_reason,
-            self.tokens,
-            self.pieces,
-            self.times,
-        )
-
-
-@dataclass
-class _Group:
-    """The n sequences of one request."""
-
-    request_id: str
-    prompt: str | None
-    first: Request
-    metrics: RequestMetrics
-    sequences: list[_Sequence] = field(default_factory=list)
-    error: str | None = None
-
-    @property
-    def finished(self) -> bool:
-        return all(s.finish_reason is not None for s in self.sequences) and self.first.width == 1
-
-    def output(self) -> RequestOutput:
-        return RequestOutput(
-            self.request_id,
-            self.prompt,
-            self.first.prompt_token_ids,
-            [s.output() for s in self.sequences],
-            self.finished,
-            self.metrics,
-            self.first.num_cached,
-            self.error,
-        )
 
 
 class Engine:
@@ -107,6 +44,7 @@ class Engine:
         config: SchedulerConfig | None = None,
         batch_invariant: bool = False,
         events: EventLog | None = None,
+        kv_cache_dtype: str = "auto",
     ) -> None:
         config = config or SchedulerConfig()
         context = model.config.max_position_embeddings
@@ -116,10 +54,15 @@ class Engine:
         self.model, self.tokenizer, self.config = model, tokenizer, config
         self.scheduler = Scheduler(config, events)
         self.events = self.scheduler.events
-        self.runner = ModelRunner(model, config.num_blocks, config.block_size, config.num_host_blocks, batch_invariant)
+        self.runner = ModelRunner(
+            model, config.num_blocks, config.block_size, config.num_host_blocks, batch_invariant, kv_cache_dtype
+        )
+        self.pace = self.runner.pace
+        if config.host_reuse == "measured":
+            self.scheduler.host.pays = self.pace.reload_pays
         self.vocab_size = min(model.config.vocab_size, tokenizer.vocab_size)
-        self._groups: dict[str, _Group] = {}
-        self._sequences: dict[Request, tuple[_Group, _Sequence]] = {}
+        self._groups: dict[str, RequestGroup] = {}
+        self._sequences: dict[Request, tuple[RequestGroup, SequenceText]] = {}
 
     def add_request(
         self,
@@ -133,7 +76,8 @@ class Engine:
         """Into the queue. prompt is text, token ids, or a dict with "prompt" or "prompt_token_ids".
 
         `extra_keys` keep its blocks apart from those of equal tokens under other keys (prefix_cache.py).
-        Raises RequestError, with the reason, for what can never be served; nothing of it stays.
+        Raises RequestError, with the reason, for what can never be served, QueueFullError for what cannot be now, and
+        OverloadedError for what would come later than `ttft_slo_s`; nothing of it stays.
         """
         if request_id in self._groups:
             raise RequestError(f"request id {request_id!r} is in use; give each request its own")
@@ -141,10 +85,25 @@ class Engine:
         params = (params or SamplingParams()).seeded()
         params.validate(self.vocab_size)
         request = Request(request_id, ids, params, priority, extra_keys)
+        self._promise(request)
         self.scheduler.add(request)
         now = time.perf_counter() if arrival_time is None else arrival_time
-        self._groups[request_id] = group = _Group(request_id, text, request, RequestMetrics(now))
+        self._groups[request_id] = group = RequestGroup(request_id, text, request, RequestMetrics(now))
         self._follow(group, request)
+
+    def _promise(self, request: Request) -> None:
+        """Admission control by SLO: better refused now than answered too late. One that waits for nobody is taken."""
+        slo = self.config.ttft_slo_s
+        if slo is None or not self.scheduler.has_unfinished_requests():
+            return
+        tokens, ahead = self.scheduler.queued_before(request)
+        predicted = self.pace.predicted_ttft(tokens, ahead)
+        if predicted > slo:
+            self.events.append("refused", request.label, predicted_ttft_s=predicted)
+            raise OverloadedError(
+                f"the first token would come after about {predicted:.3g} s and {slo:g} s are promised; try again later",
+                retry_after_s=predicted - slo,
+            )
 
     def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         if isinstance(prompt, Mapping):
@@ -153,11 +112,11 @@ class Engine:
             raise RequestError(f"the prompt is a {type(prompt).__name__}; give text or a list of token ids")
         return prompt if isinstance(prompt, str) else None, encode_prompt(self.model, self.tokenizer, prompt)
 
-    def _follow(self, group: _Group, request: Request) -> _Sequence:
+    def _follow(self, group: RequestGroup, request: Request) -> SequenceText:
         decoder = StreamDecoder(self.tokenizer, skip_special=True)
         limit = self.scheduler.max_sequence
         checker = StopChecker(request.params, self.tokenizer.eos_ids, limit, request.num_prompt)
-        sequence = _Sequence(request, decoder, checker)
+        sequence = SequenceText(request, decoder, checker)
         group.sequences.append(sequence)
         self._sequences[request] = group, sequence
         return sequence
@@ -171,7 +130,7 @@ class Engine:
         groups = [group for i in ids if (group := self._groups.get(i)) is not None]
         return [self._end(group, "abort") for group in groups]
 
-    def _end(self, group: _Group, reason: str, error: str | None = None) -> RequestOutput:
+    def _end(self, group: RequestGroup, reason: str, error: str | None = None) -> RequestOutput:
         """Ends all of a request's sequences that have not ended by themselves."""
         group.error = error or group.error
         for sequence in group.sequences:
@@ -181,12 +140,12 @@ class Engine:
         group.first.width = 1
         return self._emit(group)
 
-    def _finish(self, sequence: _Sequence, reason: str) -> None:
+    def _finish(self, sequence: SequenceText, reason: str) -> None:
         sequence.finish_reason = reason
         self.scheduler.finish(sequence.request, reason)
         del self._sequences[sequence.request]
 
-    def _emit(self, group: _Group) -> RequestOutput:
+    def _emit(self, group: RequestGroup) -> RequestOutput:
         if group.finished:
             group.metrics.finished_time = time.perf_counter()
             group.metrics.num_preemptions = sum(s.request.num_preemptions for s in group.sequences)
@@ -201,26 +160,38 @@ class Engine:
         """
         if not self.scheduler.has_unfinished_requests():
             return []
+        started = time.perf_counter()
         output = self.scheduler.schedule()
         try:
             logits = self.runner.run(output)
         except Exception as error:
             return self._fail(output, error)
         sampling = self.scheduler.update(output)
+        self._observe(output, time.perf_counter() - started)
         self._note_first(output)
         if not sampling:
             return []
         touched = self._append(*self._sample(logits, sampling))
         return [self._emit(group) for group in touched]
 
-    def _fail(self, output, error: Exception) -> list[RequestOutput]:
-        ids = dict.fromkeys(part.request.request_id for part in output.scheduled)
+    def _fail(self, output: SchedulerOutput, error: Exception) -> list[RequestOutput]:
+        ids = dict.fromkeys(request.request_id for request in self.scheduler.discard(output))
         message = f"the model failed in this step: {type(error).__name__}: {error}"
         return [self._end(self._groups[i], "error", message) for i in ids]
 
-    def _note_first(self, output) -> None:
+    def _observe(self, output: SchedulerOutput, seconds: float) -> None:
+        self.pace.observe_step(seconds, output.prefill_tokens)
+        admitted = sum(self._is_first(part) for part in output.scheduled)
+        self.pace.observe_admissions(seconds, admitted, len(self.scheduler.waiting))
+
+    @staticmethod
+    def _is_first(part: Scheduled) -> bool:
+        """Is this the first step of the request?"""
+        return part.request.num_preemptions == 0 and part.start == (part.request.num_cached or 0)
+
+    def _note_first(self, output: SchedulerOutput) -> None:
         for part in output.scheduled:
-            if part.request.num_preemptions == 0 and part.start == (part.request.num_cached or 0):
+            if self._is_first(part):
                 metrics = self._groups[part.request.request_id].metrics
                 metrics.first_scheduled_time = metrics.first_scheduled_time or time.perf_counter()
 
@@ -240,7 +211,7 @@ class Engine:
             return list(zip(requests, tokens, strict=True)), failed
         return [], failed
 
-    def _append(self, drawn, failed) -> Iterable[_Group]:
+    def _append(self, drawn, failed) -> Iterable[RequestGroup]:
         now, touched = time.perf_counter(), {}
         for request, token in drawn:
             group, sequence = self._sequences.get(request) or self._fork(request)
@@ -261,7 +232,7 @@ class Engine:
             self.events.append("sampled", requests=labels, tokens=[token.id for _, token in drawn])
         return touched.values()
 
-    def _fork(self, request: Request) -> tuple[_Group, _Sequence]:
+    def _fork(self, request: Request) -> tuple[RequestGroup, SequenceText]:
         """The scheduler made this sequence out of the request's first."""
         group = self._groups[request.request_id]
         return group, self._follow(group, request)
@@ -283,6 +254,7 @@ class LLM:
         kv_cache_bytes: int = 1 << 30,
         enable_prefix_caching: bool = True,
         batch_invariant: bool = False,
+        kv_cache_dtype: str = "auto",
         device: str = "cpu",
         **options,
     ) -> None:
@@ -293,8 +265,8 @@ class LLM:
             raise EngineError("a loaded model was given without its tokenizer; pass both, or a path")
         if not enable_prefix_caching:
             options["prefix_cache"] = "off"
-        config = scheduler_config(model, kv_cache_bytes, options)
-        self.engine = Engine(model, tokenizer, config, batch_invariant)
+        config = scheduler_config(model, kv_cache_bytes, options, kv_cache_dtype)
+        self.engine = Engine(model, tokenizer, config, batch_invariant, kv_cache_dtype=kv_cache_dtype)
         self._ids = count()
 
     def get_tokenizer(self) -> Tokenizer:
@@ -368,7 +340,9 @@ def _prompt_list(prompts) -> list[Prompt]:
     return [prompts] if prompts and all(isinstance(i, int) for i in prompts) else prompts
 
 
-def scheduler_config(model: Transformer, kv_cache_bytes: int, options: Mapping) -> SchedulerConfig:
+def scheduler_config(
+    model: Transformer, kv_cache_bytes: int, options: Mapping, kv_cache_dtype: str = "auto"
+) -> SchedulerConfig:
     """Settings with `num_blocks` filled in from the memory, where it is not given."""
     try:
         config = SchedulerConfig(**options)
@@ -377,7 +351,8 @@ def scheduler_config(model: Transformer, kv_cache_bytes: int, options: Mapping) 
     if "num_blocks" in options:
         return config
     c = model.config
-    size = 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * model.dtype.itemsize * config.block_size
+    values = 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * config.block_size
+    size = values * cache_dtype(model, kv_cache_dtype).itemsize
     longest = min(config.max_model_len, c.max_position_embeddings)
     useful = config.max_num_seqs * -(-longest // config.block_size)
     return replace(config, num_blocks=1 + max(1, min(useful, kv_cache_bytes // size)))

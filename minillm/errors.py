@@ -34,7 +34,15 @@ class EngineError(MinillmError):
 
 
 class QueueFullError(RequestError):
-    """The queue is at its limit; the same request may be served later."""
+    """The queue is at its limit; the same request may be served later, best after `retry_after_s` seconds."""
+
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class OverloadedError(QueueFullError):
+    """It would be served, but later than the latency that was promised."""
 
 
 def short(value: object, limit: int = 60) -> str:

@@ -2,6 +2,7 @@
 
 Kinds and what they carry beside step, time and request:
 
+refused      predicted_ttft_s                     its first token would have come too late
 added        tokens, priority                     the request is in the queue
 admitted     cached, tokens                       it runs; so many of its tokens came from the prefix cache
 scheduled    requests, tokens                     one event a step: who computes how many tokens
@@ -11,6 +12,8 @@ forked       children                             n > 1: sequences that now shar
 allocated    blocks                               block ids
 copied       pairs                                copy-on-write, (source, target)
 evicted      block                                a cached block's contents were given up
+offloaded    pairs                                copies of evicted blocks go to host memory, (block, host block)
+reloaded     tokens                               so many of its tokens are copied back from there
 released     blocks                               the sequence let go of them; another may still hold them
 sampled      requests, tokens                     one event a step: who drew which token
 finished     reason, tokens                       stop, length, abort or error

@@ -3,7 +3,7 @@
 Keys and values of a block depend on every token up to its end, and on whatever else shaped them: an adapter and its
 version, a tenant's salt, the media behind a placeholder. Two implementations share one interface:
 
-HashChainCache    block key = hash(key of the block before, token ids); one dictionary look-up a block
+HashChainCache    block key = hash(key of the block before, token ids, extra keys); one dictionary look-up a block
 RadixCache        a tree whose edges are runs of blocks, compared by their tokens
 
 Both hand out whole blocks only, and learn of a block after it was written (`publish`), so what they hand out is there.
@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from .block_pool import NULL, BlockError, BlockPool
 from .errors import EngineError, RequestError
 
-ExtraKey = tuple[str, ...]  # ("adapter", name, version), ("salt", s), ("media", digest)
+ExtraKey = tuple  # ("adapter", name, version), ("salt", s), ("media", digest, token offset)
 
 
 def root_key(extra_keys: Sequence[ExtraKey] = ()) -> bytes:
@@ -34,29 +34,54 @@ def root_key(extra_keys: Sequence[ExtraKey] = ()) -> bytes:
         kinds = isinstance(key, tuple) and len(key) >= 2 and isinstance(key[0], str)
         if not kinds or not all(type(part) in (str, int, bytes) for part in key):
             raise RequestError(f"extra key {key!r} must be a tuple of a kind and its values, as ('salt', 'tenant-1')")
-    text = repr(sorted(set(extra_keys), key=repr))
-    return hashlib.blake2b(text.encode(), digest_size=16).digest()
+    return hashlib.blake2b(_text(extra_keys), digest_size=16).digest()
 
 
-def block_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
+def _text(keys: Iterable[ExtraKey]) -> bytes:
+    return repr(sorted(set(keys), key=repr)).encode(errors="surrogatepass")
+
+
+def block_key(parent: bytes, token_ids: Sequence[int], extra: bytes = b"") -> bytes:
     """16 bytes that stand for everything up to this block's end. With 2^40 blocks a collision has chance 2^-49."""
-    return hashlib.blake2b(parent + array("q", token_ids).tobytes(), digest_size=16).digest()
+    return hashlib.blake2b(parent + array("q", token_ids).tobytes() + extra, digest_size=16).digest()
 
 
 @dataclass
 class Prefix:
-    """What one request is looked up by: its root, and the keys of its blocks as far as they were needed."""
+    """What one request is looked up by: its root, and the keys of its blocks as far as they were needed.
+
+    `media` are extra keys with a token offset. They enter the chain with the block that holds that token, so that
+    what comes before an image is shared with other images, and nothing after it.
+    """
 
     root: bytes
+    media: tuple[ExtraKey, ...] = ()
     keys: list[bytes] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, extra_keys: Sequence[ExtraKey] = ()) -> Prefix:
+        """Sorts keys by where they enter. Raises RequestError as root_key does."""
+        media = tuple(key for key in extra_keys if _is_placed(key))
+        root_key(media)  # their form is checked like that of the others
+        return cls(root_key([key for key in extra_keys if not _is_placed(key)]), media)
+
+    def extra(self, index: int, block_size: int) -> bytes:
+        """What enters with block `index` beside its tokens; empty for most."""
+        here = [key for key in self.media if key[-1] // block_size == index]
+        return _text(here) if here else b""
 
     def extend(self, token_ids: Sequence[int], blocks: int, block_size: int) -> None:
         for i in range(len(self.keys), blocks):
             parent = self.keys[-1] if self.keys else self.root
-            self.keys.append(block_key(parent, token_ids[i * block_size : (i + 1) * block_size]))
+            tokens = token_ids[i * block_size : (i + 1) * block_size]
+            self.keys.append(block_key(parent, tokens, self.extra(i, block_size)))
 
     def copy(self) -> Prefix:
-        return Prefix(self.root, list(self.keys))
+        return Prefix(self.root, self.media, list(self.keys))
+
+
+def _is_placed(key: ExtraKey) -> bool:
+    return isinstance(key, tuple) and len(key) == 3 and key[0] == "media" and type(key[2]) is int and key[2] >= 0
 
 
 @dataclass
@@ -66,6 +91,7 @@ class PrefixStats:
     queries: int = 0
     queried_tokens: int = 0
     hit_tokens: int = 0
+    host_hit_tokens: int = 0  # of the hits, those copied back from host memory
     resumed_hit_tokens: int = 0
 
     @property
@@ -73,20 +99,25 @@ class PrefixStats:
         """Share of prompt tokens that need not be computed."""
         return self.hit_tokens / self.queried_tokens if self.queried_tokens else 0.0
 
-    def record(self, queried: int, hit: int, resumed: bool = False) -> None:
+    def record(self, queried: int, hit: int, resumed: bool = False, from_host: int = 0) -> None:
         if resumed:
             self.resumed_hit_tokens += hit
             return
         self.queries += 1
         self.queried_tokens += queried
         self.hit_tokens += hit
+        self.host_hit_tokens += from_host
 
 
 class NoPrefixCache:
-    """Finds nothing and keeps nothing: what reuse is measured against."""
+    """Finds nothing and keeps nothing: what reuse is measured against.
+
+    `on_evict(block, key)` is called for a block that the pool takes away while its contents are still there.
+    """
 
     def __init__(self, pool: BlockPool) -> None:
         self.pool, self.stats = pool, PrefixStats()
+        self.on_evict: Callable[[int, bytes], None] = lambda block, key: None
 
     def match(self, prefix: Prefix, token_ids: Sequence[int], blocks: int) -> list[int]:
         """Ids of the longest run of cached blocks, from the first on and at most `blocks`. Nothing is taken yet."""
@@ -111,12 +142,12 @@ class HashChainCache(NoPrefixCache):
         super().__init__(pool)
         self._block_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
-        pool.on_evict = self._forget
+        pool.on_evict = self._evicted
 
-    def match(self, prefix: Prefix, token_ids: Sequence[int], blocks: int) -> list[int]:
+    def match(self, prefix: Prefix, token_ids: Sequence[int], blocks: int, start: int = 0) -> list[int]:
         prefix.extend(token_ids, blocks, self.pool.block_size)
         found = []
-        for key in prefix.keys[:blocks]:
+        for key in prefix.keys[start:blocks]:
             block = self._block_of.get(key)
             if block is None:
                 break
@@ -126,10 +157,20 @@ class HashChainCache(NoPrefixCache):
     def publish(self, prefix: Prefix, token_ids: Sequence[int], table: Sequence[int], start: int, end: int) -> None:
         prefix.extend(token_ids, end, self.pool.block_size)
         for index in range(start, end):
-            key, block = prefix.keys[index], table[index]
-            if block != NULL and key not in self._block_of and block not in self._key_of:
-                self._block_of[key], self._key_of[block] = block, key
-                self.pool.publish(block)
+            self.publish_key(prefix.keys[index], table[index])
+
+    def publish_key(self, key: bytes, block: int) -> None:
+        """A written block under its key, unless either is known already."""
+        if block != NULL and key not in self._block_of and block not in self._key_of:
+            self._block_of[key], self._key_of[block] = block, key
+            self.pool.publish(block)
+
+    def knows(self, key: bytes) -> bool:
+        return key in self._block_of
+
+    def _evicted(self, block: int) -> None:
+        self.on_evict(block, self._key_of[block])
+        self._forget(block)
 
     def _forget(self, block: int) -> None:
         del self._block_of[self._key_of.pop(block)]
@@ -148,11 +189,11 @@ class HashChainCache(NoPrefixCache):
 class _Node:
     """An edge of the tree with what hangs below it: a run of blocks, and their tokens block by block."""
 
-    __slots__ = ("blocks", "children", "parent", "root", "runs")
+    __slots__ = ("blocks", "children", "keys", "parent", "root", "runs")
 
-    def __init__(self, parent: _Node | None, runs: list[tuple[int, ...]], blocks: list[int]) -> None:
-        self.parent, self.runs, self.blocks = parent, runs, blocks
-        self.children: dict[tuple[int, ...], _Node] = {}  # by the tokens of their first block
+    def __init__(self, parent: _Node | None, runs: list[tuple], blocks: list[int], keys: list[bytes]) -> None:
+        self.parent, self.runs, self.blocks, self.keys = parent, runs, blocks, keys
+        self.children: dict[tuple, _Node] = {}  # by the tokens of their first block
         self.root: bytes | None = None  # the root key, of a root
 
 
@@ -168,16 +209,21 @@ class RadixCache(NoPrefixCache):
         super().__init__(pool)
         self._roots: dict[bytes, _Node] = {}
         self._node_of: dict[int, _Node] = {}
-        pool.on_evict = self._forget
+        pool.on_evict = self._evicted
 
     def match(self, prefix: Prefix, token_ids: Sequence[int], blocks: int) -> list[int]:
-        return self._walk(prefix.root, self._runs(token_ids, blocks))[2]
+        return self._walk(prefix.root, self._runs(prefix, token_ids, blocks))[2]
 
-    def _runs(self, token_ids: Sequence[int], blocks: int) -> list[tuple[int, ...]]:
+    def _runs(self, prefix: Prefix, token_ids: Sequence[int], blocks: int) -> list[tuple]:
+        """Block by block the tokens, and behind them whatever else entered with the block."""
         size = self.pool.block_size
-        return [tuple(token_ids[i * size : (i + 1) * size]) for i in range(blocks)]
+        runs = [tuple(token_ids[i * size : (i + 1) * size]) for i in range(blocks)]
+        if prefix.media:
+            extras = [prefix.extra(i, size) for i in range(blocks)]
+            return [(*run, extra) if extra else run for run, extra in zip(runs, extras, strict=True)]
+        return runs
 
-    def _walk(self, root: bytes, runs: list[tuple[int, ...]]) -> tuple[_Node | None, int, list[int]]:
+    def _walk(self, root: bytes, runs: list[tuple]) -> tuple[_Node | None, int, list[int]]:
         """Down the tree as far as the runs agree: the last node, how many of its blocks agree, all blocks found."""
         node, depth, found = self._roots.get(root), 0, []
         while node is not None and len(found) < len(runs) and runs[len(found)] in node.children:
@@ -191,17 +237,18 @@ class RadixCache(NoPrefixCache):
         return node, depth, found
 
     def publish(self, prefix: Prefix, token_ids: Sequence[int], table: Sequence[int], start: int, end: int) -> None:
-        runs = self._runs(token_ids, end)
+        runs = self._runs(prefix, token_ids, end)
         node, depth, found = self._walk(prefix.root, runs)
         new = table[len(found) : end]
         if not new or NULL in new or any(block in self._node_of for block in new):
             return  # all known, or its head is gone from table and tree, so that it could not be reached
         if node is None:
-            node = self._roots[prefix.root] = _Node(None, [], [])
+            node = self._roots[prefix.root] = _Node(None, [], [], [])
             node.root = prefix.root
         elif depth < len(node.runs):
             self._split(node, depth)
-        child = _Node(node, runs[len(found) :], list(new))
+        prefix.extend(token_ids, end, self.pool.block_size)  # keys, for whoever keeps evicted blocks elsewhere
+        child = _Node(node, runs[len(found) :], list(new), prefix.keys[len(found) : end])
         node.children[child.runs[0]] = child
         for block in new:
             self._node_of[block] = child
@@ -209,12 +256,17 @@ class RadixCache(NoPrefixCache):
 
     def _split(self, node: _Node, depth: int) -> None:
         """The node keeps its first `depth` blocks; a new child takes the rest and everything below."""
-        below = _Node(node, node.runs[depth:], node.blocks[depth:])
+        below = _Node(node, node.runs[depth:], node.blocks[depth:], node.keys[depth:])
         below.children, node.children = node.children, {node.runs[depth]: below}
         for child in below.children.values():
             child.parent = below
-        node.runs, node.blocks = node.runs[:depth], node.blocks[:depth]
+        node.runs, node.blocks, node.keys = node.runs[:depth], node.blocks[:depth], node.keys[:depth]
         self._node_of.update(dict.fromkeys(below.blocks, below))
+
+    def _evicted(self, block: int) -> None:
+        node = self._node_of[block]
+        self.on_evict(block, node.keys[node.blocks.index(block)])
+        self._forget(block)
 
     def _forget(self, block: int) -> None:
         node = self._node_of[block]
@@ -230,6 +282,7 @@ class RadixCache(NoPrefixCache):
             if node.parent.root and not node.parent.children:
                 del self._roots[node.parent.root]
         node.runs, node.blocks, node.children = node.runs[:depth], node.blocks[:depth], {}
+        node.keys = node.keys[:depth]
         for other in (b for blocks in lost for b in blocks):
             del self._node_of[other]
             if other != block:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 
-from .prefix_cache import Prefix, root_key
+from .prefix_cache import Prefix
 from .sampling_params import SamplingParams
 
 
@@ -47,7 +47,7 @@ class Request:
     ) -> None:
         self.request_id, self.params, self.priority = request_id, params or SamplingParams(), priority
         self.prompt_token_ids, self.output_token_ids = list(prompt_token_ids), []
-        self.prefix = Prefix(root_key(extra_keys))
+        self.prefix = Prefix.of(extra_keys)
         self.num_prompt = self.num_tokens = len(self.prompt_token_ids)
         self.num_computed = self.num_published = self.num_preemptions = 0
         self.num_cached: int | None = None  # tokens found in the prefix cache at the first admission

@@ -8,20 +8,34 @@ no property of a kernel is relied on but that a row's value does not depend on w
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from .batching import Scheduled, SchedulerOutput
+from .errors import EngineError
+from .pace import Pace
 from .paging import PagedCache, SequenceStep, StepMetadata, move_blocks
+from .step_plan import Scheduled, SchedulerOutput
 from .transformer import Transformer
 
 TILE = 16
+CACHE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def cache_dtype(model: Transformer, name: str = "auto") -> torch.dtype:
+    """How keys and values are stored. "auto" is the model's own type, or bfloat16 where its matrices multiply many rows
+    in bfloat16 anyway: half the bytes that attention reads. Raises EngineError for a name that is none of these."""
+    if name == "auto":
+        return torch.bfloat16 if "bfloat16" in model.layout else model.dtype
+    if name not in CACHE_DTYPES:
+        raise EngineError(f"kv_cache_dtype {name!r} is not known; choose one of auto, {', '.join(CACHE_DTYPES)}")
+    return CACHE_DTYPES[name]
 
 
 class ModelRunner:
-    """Owns the model, the device's cache and, for swapping, the host's."""
+    """Owns the model, the device's cache and, as a second tier, the host's; `pace` keeps what it measures."""
 
     def __init__(
         self,
@@ -30,10 +44,29 @@ class ModelRunner:
         block_size: int,
         num_host_blocks: int = 0,
         batch_invariant: bool = False,
+        kv_cache_dtype: str = "auto",
     ) -> None:
         self.model, self.block_size, self.batch_invariant = model, block_size, batch_invariant
-        self.cache = PagedCache(model.config, num_blocks, block_size, model.dtype, model.device)
-        self.host = PagedCache(model.config, num_host_blocks, block_size, model.dtype) if num_host_blocks else None
+        dtype = cache_dtype(model, kv_cache_dtype)
+        self.cache = PagedCache(model.config, num_blocks, block_size, dtype, model.device)
+        self.host = PagedCache(model.config, num_host_blocks, block_size, dtype) if num_host_blocks else None
+        self.pace = Pace(block_size)
+        if self.host is not None:
+            self._time_a_copy()
+
+    def _time_a_copy(self) -> None:
+        """A first figure for the cost of copying back, from a few blocks that hold nothing yet."""
+        pairs = [(block, block) for block in range(1, min(5, self.host.num_blocks, self.cache.num_blocks))]
+        for _ in range(2):  # the first also touches the memory
+            started = time.perf_counter()
+            move_blocks(self.host, self.cache, pairs)
+            self._synchronize()
+            elapsed = time.perf_counter() - started
+        self.pace.copy.observe(elapsed, len(pairs))
+
+    def _synchronize(self) -> None:
+        if self.model.device.type == "cuda":
+            torch.cuda.synchronize()
 
     @torch.inference_mode()
     def run(self, output: SchedulerOutput) -> Tensor | None:
@@ -42,7 +75,10 @@ class ModelRunner:
             move_blocks(self.cache, self.host, output.swap_out)
         self.cache.copy_blocks(output.copies)
         if output.swap_in:
+            started = time.perf_counter()
             move_blocks(self.host, self.cache, output.swap_in)
+            self._synchronize()
+            self.pace.copy.observe(time.perf_counter() - started, len(output.swap_in))
         return self._exact(output.scheduled) if self.batch_invariant else self._packed(output.scheduled)
 
     def _packed(self, parts: Sequence[Scheduled]) -> Tensor | None:

@@ -42,7 +42,8 @@ class ShadowRunner:
             target[b, slot] = source.get((a, slot))
 
     def _value(self, request, tokens, t):
-        return (request.prefix.root, tuple(tokens[: t + 1]))
+        media = tuple(key for key in request.prefix.media if key[2] <= t)
+        return (request.prefix.root, media, tuple(tokens[: t + 1]))
 
     def _read(self, part) -> None:
         r, size, window = part.request, self.scheduler.config.block_size, self.scheduler.config.sliding_window
@@ -56,7 +57,7 @@ class ShadowRunner:
         """One step. Returns the requests that got a token."""
         output = self.scheduler.schedule()
         self.scheduler.check()
-        assert output.num_tokens <= self.scheduler.config.max_num_batched_tokens
+        self._check_budget(output)
         self.compute(output)
         drawn = self.scheduler.update(output)
         assert sum(r.width for r in self.scheduler.running) <= self.scheduler.config.max_num_seqs
@@ -68,6 +69,16 @@ class ShadowRunner:
                 self.ended.append((request.request_id, request.sequence, "length"))
         self.scheduler.check()
         return [request for _, request in drawn]
+
+    def _check_budget(self, output) -> None:
+        """Never above the budget; and if a running request gets less than it could use, then all of it is used."""
+        config = self.scheduler.config
+        assert output.num_tokens <= config.max_num_batched_tokens
+        counts = {part.request: part.count for part in output.scheduled}
+        for r in self.scheduler.running:
+            useful = min(r.num_tokens - r.num_computed, config.long_prefill_token_threshold or r.num_tokens)
+            if counts.get(r, 0) < useful:
+                assert output.num_tokens == config.max_num_batched_tokens, f"{r} waits and budget is left"
 
     def run(self, limit: int = 3000) -> int:
         """Steps until nothing is left; returns how many."""

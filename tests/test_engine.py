@@ -57,6 +57,7 @@ engines = st.fixed_dictionaries(
         "long_prefill_token_threshold": st.sampled_from([0, 0, 3]),
         "policy": st.sampled_from(["fcfs", "priority"]),
         "preemption": st.sampled_from(["recompute", "swap"]),
+        "num_host_blocks": st.sampled_from([0, 3, 40]),
         "prefix_cache": st.sampled_from(["off", "hash", "radix"]),
         "eviction": st.sampled_from(["lru", "lfu"]),
     }
@@ -68,7 +69,8 @@ def engine_for(pair, options, drawn):
     size = options["block_size"]
     longest = max(len(r["head"] + r["tail"]) + r["params"].max_tokens for r in drawn)
     options["num_blocks"] = 1 + -(-longest // size) + options.pop("spare")
-    options["num_host_blocks"] = 40 if options["preemption"] == "swap" else 0
+    if options["preemption"] == "swap":
+        options["num_host_blocks"] = max(2, options["num_host_blocks"])
     return make_engine(pair, **options)
 
 
@@ -109,7 +111,7 @@ def test_any_schedule_gives_each_request_its_own_answer(pair, drawn, options):
             assert answers(ended[str(i)]) == own
     pool = engine.scheduler.pool
     assert pool.available == pool.total
-    assert engine.scheduler.host_pool.available == engine.scheduler.host_pool.total
+    assert engine.scheduler.host.pool.available == engine.scheduler.host.pool.total
 
 
 # --- blocks and prefix cache, with a model ---

@@ -81,6 +81,23 @@ def test_a_key_holds_everything_the_contents_depend_on(kind):
         assert found(cache, tokens, Prefix(root_key(keys))) == table
 
 
+def test_media_enter_with_the_block_that_holds_them(kind):
+    """Blocks of 4, an image at token 5: the first block is shared by all, the second and later ones by equal images."""
+    pool = BlockPool(40, SIZE)
+    cache = make_prefix_cache(kind, pool)
+    tokens = list(range(12))
+    cat, dog = (Prefix.of([("media", digest, 5)]) for digest in (b"cat", b"dog"))
+    table = store(pool, cache, tokens, cat)
+    assert found(cache, tokens, Prefix.of([("media", b"cat", 5)])) == table
+    assert found(cache, tokens, dog) == table[:1]
+    assert found(cache, tokens, Prefix.of()) == table[:1]
+    assert found(cache, tokens, Prefix.of([("media", b"cat", 9)])) == table[:1]  # the same image, elsewhere
+    assert found(cache, tokens, Prefix.of([("media", b"cat", 5), ("salt", "x")])) == []
+    theirs = store(pool, cache, tokens, dog)
+    assert found(cache, tokens, dog) == [table[0], *theirs[1:]]
+    cache.check()
+
+
 def test_the_order_of_extra_keys_does_not_matter():
     assert root_key([("salt", "a"), ("media", "b")]) == root_key([("media", "b"), ("salt", "a")])
 

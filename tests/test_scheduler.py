@@ -6,10 +6,11 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from minillm.batching import Scheduler, SchedulerConfig, _Plan
+from minillm.batching import Scheduler, SchedulerConfig
 from minillm.errors import EngineError, QueueFullError, RequestError
 from minillm.request import Request, RequestStatus
 from minillm.sampling_params import SamplingParams
+from minillm.step_plan import Plan
 from tests.shadow import ShadowRunner
 
 
@@ -35,7 +36,7 @@ jobs = st.fixed_dictionaries(
         "prompt": st.tuples(st.sampled_from([0, 3, 8, 13]), st.lists(st.integers(0, 1), max_size=8)),
         "max_tokens": st.integers(1, 12),
         "n": st.sampled_from([1, 1, 1, 3]),
-        "salt": st.sampled_from([(), (), (("salt", "x"),)]),
+        "salt": st.sampled_from([(), (), (("salt", "x"),), (("media", "cat", 5),), (("media", "dog", 5),)]),
         "priority": st.integers(-1, 1),
         "arrival": st.integers(0, 10),
         "abort": st.one_of(st.none(), st.none(), st.integers(0, 12)),
@@ -101,8 +102,8 @@ def test_any_schedule_keeps_every_promise(drawn, options, mid_step):
     assert whole <= {(i, s) for i, s, reason in runner.ended if reason == "length"}
     assert {i for i, _, _ in runner.ended} == {str(i) for i in range(len(drawn))}
     assert scheduler.pool.available == scheduler.pool.total
-    assert scheduler.host_pool.available == scheduler.host_pool.total
-    for e in scheduler.events.of("preempted", "evicted", "copied"):
+    assert scheduler.host.pool.available == scheduler.host.pool.total
+    for e in scheduler.events.of("preempted", "evicted", "copied", "offloaded", "reloaded"):
         event(e.kind + " " + e.data.get("how", ""))
 
 
@@ -265,7 +266,7 @@ def test_a_preempted_long_prompt_does_not_stall_them_either():
     scheduler.add(request("a", 4, 20, first=90))
     runner.step()
     long = next(r for r in scheduler.running if r.request_id == "long")
-    scheduler._preempt(long, _Plan(8))
+    scheduler._preempt(long, Plan(8))
     for _ in range(6):
         assert "a" in [r.request_id for r in runner.step()]
 
@@ -432,7 +433,7 @@ def test_a_victim_that_was_already_scheduled_is_taken_out_again():
             runner = ShadowRunner(scheduler)
             scheduler.add(request("old", 20, 2))
             scheduler.add(request("new", 6, 8, first=50, n=4))
-            drop = _Plan.drop
+            drop = Plan.drop
 
             def counting(plan, r, drop=drop):
                 nonlocal victims, copied
@@ -442,7 +443,7 @@ def test_a_victim_that_was_already_scheduled_is_taken_out_again():
                 return part
 
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(_Plan, "drop", counting)
+                patch.setattr(Plan, "drop", counting)
                 runner.run()
             assert len(runner.ended) == 5
     assert victims > 3
@@ -466,3 +467,15 @@ def test_a_sliding_window_holds_no_more_than_it_sees():
         runner.step()
         most = max(most, scheduler.occupancy().held)
     assert most <= 4  # 6 tokens lie in at most three blocks, and the chunk of a step begins one
+
+
+def test_a_victims_tokens_return_to_the_budget():
+    """A decode is scheduled, then loses its block to an earlier prefill: the next prefill gets its token."""
+    scheduler = scheduler_of(num_blocks=8, watermark=0, max_num_batched_tokens=6, policy="priority", prefix_cache="off")
+    runner = ShadowRunner(scheduler)
+    scheduler.add(request("late", 1, 30, priority=1))
+    runner.step()
+    scheduler.add(request("first", 12, 3, first=50))
+    scheduler.add(request("second", 10, 3, first=90))
+    runner.run()  # asserts in every step that no budget is left while a running request could use it
+    assert scheduler.events.of("preempted", request="late")

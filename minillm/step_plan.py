@@ -1,0 +1,64 @@
+"""A step as a value: what the scheduler hands to the runner."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from .request import Request
+
+
+class Scheduled(NamedTuple):
+    """One request's part of a step: tokens start to start + count, written into the blocks of its table.
+
+    `samples`: it reaches the request's last known token, so that a new one follows.
+    """
+
+    request: Request
+    start: int
+    count: int
+    samples: bool
+    copies: tuple[tuple[int, int], ...] = ()  # copy-on-write, (source, target)
+
+
+@dataclass
+class SchedulerOutput:
+    """A step. Block copies come before any write, in this order: swap_out, the parts' copies, swap_in."""
+
+    scheduled: list[Scheduled] = field(default_factory=list)
+    swap_out: list[tuple[int, int]] = field(default_factory=list)  # (block, host block)
+    swap_in: list[tuple[int, int]] = field(default_factory=list)  # (host block, block)
+    preempted: list[Request] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(part.count for part in self.scheduled)
+
+    @property
+    def prefill_tokens(self) -> int:
+        """Tokens in chunks, as opposed to single ones."""
+        return sum(part.count for part in self.scheduled if part.count > 1)
+
+    @property
+    def copies(self) -> list[tuple[int, int]]:
+        return [pair for part in self.scheduled for pair in part.copies]
+
+
+class Plan:
+    """A step being put together."""
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self.parts: dict[Request, Scheduled] = {}
+        self.preempted: list[Request] = []
+
+    def add(self, part: Scheduled) -> None:
+        self.parts[part.request] = part
+        self.budget -= part.count
+
+    def drop(self, request: Request) -> Scheduled | None:
+        """Takes a request out again: it lost its blocks to one that comes before it."""
+        part = self.parts.pop(request, None)
+        if part is not None:
+            self.budget += part.count
+        return part
