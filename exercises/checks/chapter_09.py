@@ -1,0 +1,395 @@
+"""Chapter 09, the paged cache: slots of a step, where memory is, attention over blocks, an allocator that shares.
+
+The right answers come from tokens written down one by one, from slots marked one by one, and from exact softmax in
+float64 over the tokens in order.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from exercises import Exercise, Judge, Mistake
+
+from .chapter_02_ready_made import WithoutReadyMade
+from .chapter_09_allocator import ALLOCATOR
+
+# --- slot_mapping
+
+
+def written_down(tables: list, starts: list, counts: list, size: int, rows: int) -> list[int]:
+    """Every slot of every sequence in a row, and from that row the new tokens."""
+    packed = []
+    for i in range(len(tables)):
+        places = [block * size + place for block in tables[i] for place in range(size)]
+        packed += places[starts[i] : starts[i] + counts[i]]
+    while len(packed) < rows:
+        packed.append(-1)
+    return packed
+
+
+def mapped(slot_mapping, case: tuple, judge: Judge, hint: str) -> None:
+    got = slot_mapping(*case)
+    judge.type(got, list)
+    judge.equal(got, written_down(*case), f"for slot_mapping{case}. Likely mistake: {hint}")
+
+
+def one_prompt(slot_mapping, judge: Judge) -> None:
+    mapped(slot_mapping, ([[7, 2, 9]], [0], [10], 4, 10), judge, "the block's number is not multiplied by its size.")
+    mapped(slot_mapping, ([[3]], [0], [2], 16, 2), judge, "a whole block is written where two tokens come.")
+
+
+def positions_count_from_the_start(slot_mapping, judge: Judge) -> None:
+    for start, count in ((3, 1), (4, 1), (5, 6), (7, 2)):
+        mapped(
+            slot_mapping,
+            ([[7, 2, 9]], [start], [count], 4, count),
+            judge,
+            "positions counted from the start of the step, or off by one.",
+        )
+
+
+def sequences_end_to_end(slot_mapping, judge: Judge) -> None:
+    mapped(
+        slot_mapping,
+        ([[7, 2], [5], [1, 8, 3]], [3, 0, 6], [2, 1, 4], 4, 7),
+        judge,
+        "one table used for all sequences, or tokens not in the order of the sequences.",
+    )
+
+
+def padding_writes_nothing(slot_mapping, judge: Judge) -> None:
+    mapped(
+        slot_mapping,
+        ([[7, 2], [0]], [3, 0], [2, 1], 4, 8),
+        judge,
+        "padding rows left out, or 0, which is the slot of a real token.",
+    )
+
+
+SLOTS = Exercise(
+    name="slot_mapping",
+    title="Slot mapping",
+    chapter="09",
+    difficulty=1,
+    minutes=15,
+    checks=[one_prompt, positions_count_from_the_start, sequences_end_to_end, padding_writes_nothing],
+    mistakes=[
+        Mistake("block number alone", "one_prompt", edit=("* block_size + t %", "+ t %")),
+        Mistake("by position in the sequence", "one_prompt", edit=("table[t // block_size]", "(t // block_size)")),
+        Mistake("place within the sequence", "one_prompt", edit=("+ t % block_size", "+ t")),
+        Mistake(
+            "counts from zero in each step",
+            "positions_count_from_the_start",
+            edit=("range(start, start + count)", "range(count)"),
+        ),
+        Mistake(
+            "one token late",
+            "positions_count_from_the_start",
+            edit=("range(start, start + count)", "range(start + (start > 0), start + count + (start > 0))"),
+        ),
+        Mistake("the first table for all", "sequences_end_to_end", edit=("table[t //", "tables[0][t //")),
+        Mistake(
+            "last sequence first",
+            "sequences_end_to_end",
+            edit=("zip(tables, starts, counts)", "[*zip(tables, starts, counts)][::-1]"),
+        ),
+        Mistake("no padding", "padding_writes_nothing", edit=(" + [-1] * (rows - len(slots))", "")),
+        Mistake("pads with slot 0", "padding_writes_nothing", edit=("[-1] *", "[0] *")),
+    ],
+    forbids=("minillm.paging",),
+)
+
+
+# --- account
+
+NAMES = ("used", "reserved", "internal", "free", "largest")
+
+
+def marked(capacity: int, runs: list) -> dict[str, int]:
+    """Each slot gets a letter, then letters are counted."""
+    line = ["free"] * capacity
+    for start, size, written, final in runs:
+        for i in range(size):
+            line[start + i] = "used" if i < written else "reserved" if i < final else "internal"
+    holes = "".join("." if mark == "free" else "x" for mark in line).split("x")
+    return {**{name: line.count(name) for name in NAMES[:4]}, "largest": max(map(len, holes))}
+
+
+def accounted(account, capacity: int, runs: list, names: tuple, judge: Judge, hint: str) -> None:
+    got = account(capacity, runs)
+    judge.type(got, dict)
+    judge.equal(sorted(got), sorted(NAMES), "These must be the names in the dictionary.")
+    want = marked(capacity, runs)
+    for name in names:
+        judge.equal(got[name], want[name], f"for {name} of account({capacity}, {runs}). Likely mistake: {hint}")
+
+
+def one_run(account, judge: Judge) -> None:
+    hint = "reserved and internal mixed up: reserved will be filled by this request, internal never."
+    accounted(account, 10, [(0, 10, 3, 7)], NAMES[:4], judge, hint)
+    accounted(account, 12, [(0, 10, 3, 7)], NAMES[:4], judge, hint)
+    accounted(account, 10, [(0, 10, 4, 4)], NAMES[:4], judge, hint)
+
+
+def several_runs(account, judge: Judge) -> None:
+    runs = [(0, 8, 5, 8), (10, 6, 1, 2), (20, 4, 4, 4)]
+    accounted(account, 24, runs, NAMES[:4], judge, "only one of the runs counted.")
+
+
+def holes_between(account, judge: Judge) -> None:
+    accounted(
+        account,
+        30,
+        [(2, 8, 5, 8), (16, 6, 1, 2), (26, 2, 1, 1)],
+        NAMES,
+        judge,
+        "free slots added up, where the longest stretch side by side is asked for.",
+    )
+
+
+def holes_at_both_ends(account, judge: Judge) -> None:
+    hint = "the hole before the first run, or the one behind the last, was forgotten."
+    accounted(account, 20, [(9, 6, 1, 2)], NAMES, judge, hint)
+    accounted(account, 20, [(3, 6, 1, 2)], NAMES, judge, hint)
+    accounted(account, 20, [], NAMES, judge, hint)
+    accounted(account, 6, [(0, 6, 1, 2)], NAMES, judge, "a hole where there is none.")
+
+
+def any_order(account, judge: Judge) -> None:
+    accounted(
+        account,
+        40,
+        [(30, 5, 2, 4), (4, 6, 1, 2), (16, 8, 8, 8)],
+        NAMES,
+        judge,
+        "runs taken as if they came sorted.",
+    )
+
+
+ACCOUNT = Exercise(
+    name="account",
+    title="Where the slots are",
+    chapter="09",
+    difficulty=2,
+    minutes=20,
+    checks=[one_run, several_runs, holes_between, holes_at_both_ends, any_order],
+    mistakes=[
+        Mistake(
+            "all that is not written is reserved",
+            "one_run",
+            edit=("final - written for _, _,", "size - written for _, size,"),
+        ),
+        Mistake("reserved counts from the start", "one_run", edit=("sum(final - written", "sum(final")),
+        Mistake(
+            "internal counts what will come",
+            "one_run",
+            edit=("sum(size - final for _, size, _, final", "sum(size - written for _, size, written, final"),
+        ),
+        Mistake(
+            "reserved slots are free",
+            "one_run",
+            edit=("capacity - used - reserved - internal", "capacity - used - internal"),
+        ),
+        Mistake(
+            "the last run alone",
+            "several_runs",
+            edit=("sum(written for _, _, written, _ in runs)", "sum(written for _, _, written, _ in runs[-1:])"),
+        ),
+        Mistake("all holes together", "holes_between", edit=("max(largest, start - end)", "largest + start - end")),
+        Mistake("the last hole", "holes_between", edit=("max(largest, start - end)", "start - end")),
+        Mistake(
+            "nothing behind the last",
+            "holes_at_both_ends",
+            edit=("[*sorted(runs), (capacity, 0, 0, 0)]", "sorted(runs)"),
+        ),
+        Mistake("unsorted", "any_order", edit=("sorted(runs)", "runs")),
+    ],
+    forbids=("minillm.allocators",),
+)
+
+
+# --- paged_attention
+
+
+def cache_of(length: int, size: int, kv_heads: int, dim: int, seed: int, stale: float = 9.0, scale: float = 1.0):
+    """Keys and values in order (length, Hkv, D), and dealt out to blocks: keys, values, table with one block spare."""
+    made = torch.Generator().manual_seed(seed)
+    k, v = (scale * torch.randn(length, kv_heads, dim, generator=made) for _ in range(2))
+    needed = -(-length // size)
+    table = torch.randperm(3 * needed + 2, generator=made)[: needed + 1].tolist()
+    blocks = torch.full((2, 3 * needed + 2, size, kv_heads, dim), stale)
+    for t in range(length):
+        blocks[0, table[t // size], t % size] = k[t]
+        blocks[1, table[t // size], t % size] = v[t]
+    return k, v, blocks[0], blocks[1], table
+
+
+def in_order(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Head by head over the tokens in order, in float64."""
+    group = q.shape[0] // k.shape[1]
+    rows = []
+    for h in range(q.shape[0]):
+        weights = (k[:, h // group].double() @ q[h].double() / q.shape[1] ** 0.5).softmax(0)
+        rows.append(weights @ v[:, h // group].double())
+    return torch.stack(rows).float()
+
+
+def attended(paged_attention, q, k, v, keys, values, table, judge: Judge, hint: str) -> None:
+    with WithoutReadyMade("scaled_dot_product_attention"):
+        got = paged_attention(q, keys, values, table, len(k))
+    judge.close(got, in_order(q, k, v), f"Likely mistake: {hint}", rtol=1e-4, atol=1e-5)
+
+
+def queries(heads: int, dim: int, seed: int, scale: float = 1.0) -> torch.Tensor:
+    return scale * torch.randn(heads, dim, generator=torch.Generator().manual_seed(seed))
+
+
+def one_full_block(paged_attention, judge: Judge) -> None:
+    k, v, keys, values, table = cache_of(4, 4, 1, 8, 1)
+    attended(
+        paged_attention, queries(1, 8, 1), k, v, keys, values, table[:1], judge, "the scale 1/sqrt(D), or the softmax."
+    )
+
+
+def blocks_in_the_order_of_the_table(paged_attention, judge: Judge) -> None:
+    k, v, keys, values, table = cache_of(12, 4, 1, 8, 3)
+    hint = (
+        "blocks taken in another way than the table says, or what was summed before not scaled when the maximum grew."
+    )
+    for seed in range(4):
+        attended(paged_attention, queries(2, 8, seed, 2.0), k, v, keys, values, table[:3], judge, hint)
+
+
+def heads_in_groups(paged_attention, judge: Judge) -> None:
+    k, v, keys, values, table = cache_of(8, 4, 3, 8, 5)
+    hint = "query head h reads key-value head h // (H // Hkv); repeat would lay them out as h % Hkv."
+    attended(paged_attention, queries(6, 8, 2), k, v, keys, values, table[:2], judge, hint)
+
+
+def the_last_block_is_cut(paged_attention, judge: Judge) -> None:
+    hint = (
+        "the slots past the last token belong to somebody else; count how many of the last block are this sequence's."
+    )
+    for length in (1, 5, 7, 9):
+        k, v, keys, values, table = cache_of(length, 4, 2, 8, length)
+        attended(paged_attention, queries(4, 8, 3), k, v, keys, values, table[: -(-length // 4)], judge, hint)
+
+
+def spare_blocks_are_not_read(paged_attention, judge: Judge) -> None:
+    for length in (3, 4, 8, 10):
+        k, v, keys, values, table = cache_of(length, 4, 2, 8, length)
+        hint = "a table may be longer than needed; `length` says where the sequence ends."
+        attended(paged_attention, queries(4, 8, 4), k, v, keys, values, table, judge, hint)
+
+
+def stale_slots_are_not_touched(paged_attention, judge: Judge) -> None:
+    for stale in (float("nan"), float("inf")):
+        k, v, keys, values, table = cache_of(6, 4, 2, 8, 8, stale)
+        hint = f"slots of others hold {stale} here, and a weight of zero times {stale} is NaN: cut off, do not mask."
+        attended(paged_attention, queries(4, 8, 5), k, v, keys, values, table, judge, hint)
+
+
+def large_scores(paged_attention, judge: Judge) -> None:
+    k, v, keys, values, table = cache_of(11, 4, 2, 8, 9, scale=30.0)
+    hint = "exp of a large score overflows: subtract the maximum first, in every block."
+    attended(paged_attention, queries(4, 8, 6, 8.0), k, v, keys, values, table, judge, hint)
+
+
+_MASKED = """
+def paged_attention(q, key_blocks, value_blocks, table, length):
+    (H, D), Hkv = q.shape, key_blocks.shape[2]
+    keys = key_blocks[table].flatten(0, 1).repeat_interleave(H // Hkv, dim=1)
+    values = value_blocks[table].flatten(0, 1).repeat_interleave(H // Hkv, dim=1)
+    scores = torch.einsum("hd,shd->hs", q, keys) / D**0.5
+    scores[:, length:] = -torch.inf
+    return torch.einsum("hs,shd->hd", scores.softmax(-1), values)
+"""
+
+_WHOLE_TABLE = """
+def paged_attention(q, key_blocks, value_blocks, table, length):
+    (H, D), (_, size, Hkv, _) = q.shape, key_blocks.shape
+    end = (len(table) - 1) * size + (length - 1) % size + 1
+    keys = key_blocks[table].flatten(0, 1)[:end].repeat_interleave(H // Hkv, dim=1)
+    values = value_blocks[table].flatten(0, 1)[:end].repeat_interleave(H // Hkv, dim=1)
+    weights = (torch.einsum("hd,shd->hs", q, keys) / D**0.5).softmax(-1)
+    return torch.einsum("hs,shd->hd", weights, values)
+"""
+
+_NO_MAXIMUM = """
+def paged_attention(q, key_blocks, value_blocks, table, length):
+    (H, D), (_, size, Hkv, _) = q.shape, key_blocks.shape
+    total, out = torch.zeros(H, 1), torch.zeros(H, D)
+    for first in range(0, length, size):
+        block, here = table[first // size], min(size, length - first)
+        keys = key_blocks[block, :here].repeat_interleave(H // Hkv, dim=1)
+        values = value_blocks[block, :here].repeat_interleave(H // Hkv, dim=1)
+        weights = (torch.einsum("hd,shd->hs", q, keys) / D**0.5).exp()
+        total = total + weights.sum(dim=1, keepdim=True)
+        out = out + torch.einsum("hs,shd->hd", weights, values)
+    return out / total
+"""
+
+_READY_MADE = """
+def paged_attention(q, key_blocks, value_blocks, table, length):
+    k, v = (side[table].flatten(0, 1)[:length].transpose(0, 1) for side in (key_blocks, value_blocks))
+    return torch.nn.functional.scaled_dot_product_attention(q[:, None], k, v, enable_gqa=True)[:, 0]
+"""
+
+ATTENTION = Exercise(
+    name="paged_attention",
+    title="Attention over blocks",
+    chapter="09",
+    difficulty=3,
+    minutes=25,
+    checks=[
+        one_full_block,
+        blocks_in_the_order_of_the_table,
+        heads_in_groups,
+        the_last_block_is_cut,
+        spare_blocks_are_not_read,
+        stale_slots_are_not_touched,
+        large_scores,
+    ],
+    mistakes=[
+        Mistake("no scale", "one_full_block", edit=(" / D**0.5", "")),
+        Mistake("never divides by the sum", "one_full_block", edit=("return out / total", "return out")),
+        Mistake("torch's own", "one_full_block", source=_READY_MADE),
+        Mistake(
+            "block ids from the counter", "one_full_block", edit=("table[first // size], min", "first // size, min")
+        ),
+        Mistake(
+            "blocks by id",
+            "blocks_in_the_order_of_the_table",
+            edit=("table[first // size], min", "min(table) + first // size, min"),
+        ),
+        Mistake("old values not scaled", "blocks_in_the_order_of_the_table", edit=("out = out * old +", "out = out +")),
+        Mistake(
+            "old sum not scaled", "blocks_in_the_order_of_the_table", edit=("total = total * old +", "total = total +")
+        ),
+        Mistake(
+            "heads dealt in turn",
+            "heads_in_groups",
+            edit=(
+                "value_blocks[block, :here].repeat_interleave(H // Hkv, dim=1)",
+                "value_blocks[block, :here].repeat(1, H // Hkv, 1)",
+            ),
+        ),
+        Mistake("the last block whole", "the_last_block_is_cut", edit=("min(size, length - first)", "size")),
+        Mistake(
+            "the last block left out",
+            "the_last_block_is_cut",
+            edit=("range(0, length, size)", "range(0, length - size + 1, size)"),
+        ),
+        Mistake(
+            "every last block has one token too many",
+            "the_last_block_is_cut",
+            edit=("min(size, length - first)", "min(size, length - first + 1)"),
+        ),
+        Mistake("the table says where it ends", "spare_blocks_are_not_read", source=_WHOLE_TABLE),
+        Mistake("masks what it should cut", "stale_slots_are_not_touched", source=_MASKED),
+        Mistake("no maximum", "large_scores", source=_NO_MAXIMUM),
+    ],
+    forbids=("minillm.paging", "minillm.attention"),
+)
+
+EXERCISES = [SLOTS, ACCOUNT, ATTENTION, ALLOCATOR]
