@@ -38,25 +38,21 @@ def arrival_times(
     if kind == "batch":
         return [0.0] * (count if count is not None else 0)
     room = count if count is not None else math.ceil(2 * rate * duration_s + 100)
-    rng = np.random.default_rng(seed)
-    times = np.empty(0)
-    while True:
-        last = times[-1] if times.size else 0.0
-        times = np.concatenate([times, last + np.cumsum(_gaps(rng, kind, rate, room, cv))])
-        if count is not None or times[-1] >= duration_s:
-            break
-    if kind == "constant":
-        times = times - 1 / rate  # the first request need not wait for a gap
-    times = times[: len(times) if count is None else count]
-    return [float(t) for t in times if duration_s is None or t < duration_s]
+    rng, times = np.random.default_rng(seed), np.empty(0)
+    while times.size == 0 or (count is None and times[-1] < duration_s):
+        times = np.concatenate([times, _more(rng, kind, rate, room, cv, times)])
+    return [float(t) for t in times[:count] if duration_s is None or t < duration_s]
 
 
-def _gaps(rng: np.random.Generator, kind: str, rate: float, count: int, cv: float) -> np.ndarray:
+def _more(rng: np.random.Generator, kind: str, rate: float, count: int, cv: float, before: np.ndarray) -> np.ndarray:
+    """The next `count` times."""
     if kind == "constant":
-        return np.full(count, 1 / rate)
+        return (len(before) + np.arange(count)) / rate
     if kind == "poisson":
-        return rng.exponential(1 / rate, count)
-    return rng.gamma(1 / cv**2, cv**2 / rate, count)  # mean shape · scale = 1 / rate, deviation cv / rate
+        gaps = rng.exponential(1 / rate, count)
+    else:
+        gaps = rng.gamma(1 / cv**2, cv**2 / rate, count)  # mean shape · scale = 1 / rate, deviation cv / rate
+    return (before[-1] if before.size else 0.0) + np.cumsum(gaps)
 
 
 def _check(kind: str, rate: float, count: int | None, duration_s: float | None, cv: float) -> None:

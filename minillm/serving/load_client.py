@@ -233,6 +233,8 @@ def _record(answer, index, intended_s, sent_s, end_s, started, max_tokens, promp
     told = _count(answer.usage)
     tokens = told if told is not None else len(answer.times)
     prompt = answer.usage.get("prompt_tokens")
+    details = answer.usage.get("prompt_tokens_details")
+    cached = details.get("cached_tokens") if isinstance(details, dict) else None
     return RequestRecord(
         index=index,
         intended_s=intended_s,
@@ -245,9 +247,10 @@ def _record(answer, index, intended_s, sent_s, end_s, started, max_tokens, promp
         chunk_tokens=_chunk_tokens(answer.counts, len(answer.times), tokens),
         token_source="usage" if told is not None else "chunks",
         max_tokens=max_tokens,
+        cached_tokens=cached if isinstance(cached, int) else 0,
         http_status=answer.http_status,
         finish_reason=answer.finish_reason,
-        error=answer.error,
+        error=None if answer.status == OK else answer.error or "the stream ended without finish_reason or [DONE]",
         streamed=answer.streamed,
     )
 
@@ -285,7 +288,7 @@ def _named(error: BaseException) -> str:
 def _check(target: Target) -> None:
     try:
         url = httpx.URL(target.root)
-        good = url.scheme in ("http", "https") and bool(url.host)
+        good = url.scheme in ("http", "https") and bool(url.host) and (url.port or 80) < 1 << 16
     except httpx.InvalidURL:
         good = False
     if not good:

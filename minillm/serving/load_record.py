@@ -36,6 +36,7 @@ class RequestRecord(NamedTuple):
     end); "timeout"; "failed" (all else). chunk_times: when each chunk that carried tokens came. chunk_tokens: how many
     tokens each carried, empty if the server did not say and they cannot be told. token_source: "usage" is the
     server's own count of output tokens, "chunks" is the number of chunks, for servers that send no usage.
+    cached_tokens: of the prompt's, those that the server says came from its prefix cache.
     """
 
     index: int
@@ -49,6 +50,7 @@ class RequestRecord(NamedTuple):
     chunk_tokens: tuple[int, ...] = ()
     token_source: str = "usage"
     max_tokens: int = 0
+    cached_tokens: int = 0
     http_status: int | None = None
     finish_reason: str | None = None
     error: str | None = None

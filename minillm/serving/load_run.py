@@ -121,7 +121,7 @@ async def run_load_async(
     async with LoadClient(target) as client:
         probe = prompts.ids(len(requests), TraceRequest(0.0, 8, 1))
         target = await client.settle(probe, prompts.text(probe))
-        with _bar(len(requests), progress) as tick:
+        with _bar(None if duration_s and concurrency else len(requests), progress) as tick:
             run = _Run(client, requests, prompts, tick)
             if concurrency is None:
                 await run.open_loop(max_in_flight)
@@ -204,7 +204,7 @@ class _Run:
 
 
 @contextlib.contextmanager
-def _bar(total: int, progress: bool) -> Iterator[Any]:
+def _bar(total: int | None, progress: bool) -> Iterator[Any]:
     """A progress bar that counts requests and, beside it, those that did not end well."""
     if not progress:
         yield lambda record: None

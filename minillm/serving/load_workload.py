@@ -19,63 +19,12 @@ from .load_record import LoadError, TraceRequest
 TOKEN_IDS = (1_000, 10_000)  # inside the vocabulary of any model of the last years, clear of control tokens
 
 # Short, frequent words: nearly every vocabulary has each as one token, with its space.
-WORDS = [
-    "the",
-    "of",
-    "and",
-    "to",
-    "in",
-    "is",
-    "that",
-    "for",
-    "it",
-    "as",
-    "was",
-    "with",
-    "be",
-    "by",
-    "on",
-    "not",
-    "he",
-    "his",
-    "but",
-    "at",
-    "are",
-    "this",
-    "have",
-    "from",
-    "or",
-    "had",
-    "an",
-    "they",
-    "which",
-    "one",
-    "you",
-    "were",
-    "all",
-    "her",
-    "she",
-    "there",
-    "would",
-    "their",
-    "we",
-    "him",
-    "been",
-    "has",
-    "when",
-    "who",
-    "will",
-    "no",
-    "more",
-    "if",
-    "out",
-    "so",
-    "up",
-    "said",
-    "what",
-    "its",
-    "about",
-]
+_TEXT = (
+    "the of and to in is that for it as was with be by on not he his but at are this have from or had an they "
+    "which one you were all her she there would their we him been has when who will no more if out so up said "
+    "what its about"
+)
+WORDS = _TEXT.split()
 
 
 class Lengths(NamedTuple):
