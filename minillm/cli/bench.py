@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 from . import common
 from .roof import DecodeBound, decode_bound, held_bytes
 
+FORM = '[{"prompt_token_ids": [1, 2, 3], "max_tokens": 16}, ...]'
+
 if TYPE_CHECKING:
     from .measure import Engine, Sizes
 
@@ -18,6 +20,7 @@ EXAMPLES = """
 python -m minillm bench
 python -m minillm bench --threads 2 --compare transformers --quality
 python -m minillm bench --dtype float32 --rounds 3 --json
+python -m minillm bench --workload requests.json --json
 """
 
 
@@ -28,15 +31,23 @@ def add_parser(commands) -> None:
         run,
         "measure speed and memory, beside the bound that the bandwidth sets",
         EXAMPLES,
-        description="Measure decoding at batch 1, prefill, loading and peak memory; every figure is a median over "
-        "rounds, after a warm-up, and comparisons take turns with minillm in the same run. load_s leaves out imports "
-        "and the measurement, once a machine, of which layout is fastest (layout_measurement_s).",
+        description="Measure decoding at batch 1, prefill, many requests at once, loading and peak memory; every "
+        "figure is a median over rounds, after a warm-up, and comparisons take turns with minillm in the same run. "
+        "load_s leaves out imports and the measurement, once a machine, of which layout is fastest "
+        "(layout_measurement_s).",
     )
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="default: 5")
     parser.add_argument("--prompt-tokens", type=int, default=32, metavar="N", help="before decoding (default: 32)")
     parser.add_argument("--output-tokens", type=int, default=64, metavar="N", help="decode steps (default: 64)")
     parser.add_argument("--prefill-tokens", type=int, default=512, metavar="N", help="default: 512")
-    parser.add_argument("--compare", choices=("transformers",), help="run the same weights, in float32, in it too")
+    parser.add_argument(
+        "--workload",
+        metavar="FILE",
+        help=f"many requests to serve at once, as JSON: {FORM} (default: 32 mixed ones, drawn here)",
+    )
+    parser.add_argument(
+        "--compare", choices=("transformers",), help="run the same weights, in float32, in it too; and static batches"
+    )
     parser.add_argument("--quality", action="store_true", help="what the layout's rounding changed, against float32")
     common.add_json(parser)
     common.add_model_options(parser)
@@ -63,6 +74,7 @@ def _bench(args: argparse.Namespace, device: str) -> dict[str, Any]:
     model, tokenizer = common.load(args)
     load_s = time.perf_counter() - started
     sizes.check(model.config.max_position_embeddings)
+    jobs = _jobs(args.workload, model, tokenizer)
     ours = measure.Minillm(model, tokenizer)
     prompt = measure.text_ids(tokenizer, max(sizes.prompt, sizes.prefill))
     measure.warm_up(ours, prompt, sizes)
@@ -77,10 +89,14 @@ def _bench(args: argparse.Namespace, device: str) -> dict[str, Any]:
         engines["transformers"] = TransformersEngine(path, device)
         measure.warm_up(engines["transformers"], prompt, sizes)
     runs = measure.take_turns(engines, prompt, sizes)
+    from .throughput import compare
+
+    many = compare(model, tokenizer, jobs, sizes.rounds, engines.get("transformers"))
     bound = decode_bound(model, sizes.prompt + sizes.output / 2, hardware)
     values = {
         **_speeds(runs["minillm"], sizes),
         **_roofline(runs["minillm"], sizes, bound),
+        **many,
         "bandwidth_spread": hardware.measured.get("spread"),
         "peak_rss_mb": peak / 1e6,
         "load_s": load_s,
@@ -91,12 +107,21 @@ def _bench(args: argparse.Namespace, device: str) -> dict[str, Any]:
         **_circumstances(args, hardware, sizes),
     }
     if args.compare:
-        values["transformers"] = _comparison(runs, engines["transformers"], sizes)
+        values["transformers"] = _comparison(runs, engines["transformers"], sizes, many)
     if args.quality:
         from .quality import compare_to_float32
 
         values["quality"] = compare_to_float32(model, tokenizer, path, device)
     return values
+
+
+def _jobs(path: str | None, model, tokenizer) -> list:
+    from . import workload
+
+    context = model.config.max_position_embeddings
+    if path is None:
+        return workload.draw(tokenizer, context)
+    return workload.read(path, min(model.config.vocab_size, tokenizer.vocab_size), context)
 
 
 def _sizes(args: argparse.Namespace) -> Sizes:
@@ -132,10 +157,15 @@ def _roofline(runs: list, sizes: Sizes, bound: DecodeBound) -> dict[str, Any]:
     }
 
 
-def _comparison(runs: dict[str, list], engine: Engine, sizes: Sizes) -> dict[str, Any]:
+def _comparison(runs: dict[str, list], engine: Engine, sizes: Sizes, many: dict[str, Any]) -> dict[str, Any]:
+    from .throughput import STATIC_BATCH
+
     ours, theirs = _speeds(runs["minillm"], sizes), _speeds(runs["transformers"], sizes)
     return {
         **theirs,
+        "throughput_tok_s": many["throughput_static"]["transformers_tok_s"],
+        "throughput_speedup": many["throughput_tok_s"] / many["throughput_static"]["transformers_tok_s"],
+        "static_batch": STATIC_BATCH,
         "decode_speedup": ours["decode_tok_s"] / theirs["decode_tok_s"],
         "prefill_speedup": ours["prefill_tok_s"] / theirs["prefill_tok_s"],
         "same_tokens": _agreeing(runs["minillm"][0].token_ids, runs["transformers"][0].token_ids),

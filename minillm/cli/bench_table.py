@@ -18,6 +18,7 @@ def print_table(v: dict[str, Any]) -> None:
             ("decode, batch 1", f"{v['decode_tok_s']:.1f} tok/s",
              f"{ms['median']:.2f} ms a step, {ms['p10']:.2f} to {ms['p90']:.2f} (10 to 90%)"),
             ("prefill", f"{v['prefill_tok_s']:.0f} tok/s", f"{v['prefill_tokens']} tokens in {v['prefill_ms']:.0f} ms"),
+            _many_row(v),
             ("load", f"{v['load_s']:.2f} s", f"choosing the layout apart: {v['layout_measurement_s']:.2f} s"),
             ("peak memory", f"{v['peak_rss_mb']:.0f} MB", f"of the process; its weights, once loaded: {weights}"),
         ],
@@ -43,13 +44,31 @@ def print_table(v: dict[str, Any]) -> None:
         _print_quality(v["quality"])
 
 
+def _many_row(v: dict[str, Any]) -> tuple[str, str, str]:
+    w = v["workload"]
+    return (
+        f"{w['requests']} requests at once",
+        f"{v['throughput_tok_s']:.0f} tok/s",
+        f"{w['output_tokens']} tokens out, {w['prompt_tokens']} in; {v['kv_waste']:.1%} of the cache's blocks unused, "
+        f"{v['kv_waste_reserved']:.1%} had each reserved the maximum",
+    )
+
+
 def _print_comparison(v: dict[str, Any], theirs: dict[str, Any]) -> None:
-    faster = {name: f"minillm is {theirs[f'{name}_speedup']:.2f} times as fast" for name in ("decode", "prefill")}
+    faster = {
+        name: f"minillm is {theirs[f'{name}_speedup']:.2f} times as fast"
+        for name in ("decode", "prefill", "throughput")
+    }
     print_rows(
         f"Against transformers {theirs['version']}, {theirs['dtype']}, in turns",
         [
             ("decode", f"{theirs['decode_tok_s']:.1f} tok/s", faster["decode"]),
             ("prefill", f"{theirs['prefill_tok_s']:.0f} tok/s", faster["prefill"]),
+            (f"{v['workload']['requests']} requests", f"{theirs['throughput_tok_s']:.0f} tok/s",
+             f"in static batches of {theirs['static_batch']}; {faster['throughput']}"),
+            ("static in our engine", f"{v['throughput_static']['static_tok_s']:.0f} tok/s",
+             f"batches of {theirs['static_batch']}; continuous is "
+             f"{v['throughput_tok_s'] / v['throughput_static']['static_tok_s']:.2f} times as fast"),
             ("tokens in common", f"{theirs['same_tokens']} of {v['output_tokens'] + 1}", "to the first difference"),
         ],
     )  # fmt: skip

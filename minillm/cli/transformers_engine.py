@@ -13,6 +13,7 @@ from ..checkpoint import SafetensorsFolder
 from ..config import ModelConfig
 from ..errors import RequestError
 from ..gguf_file import GGUFFile
+from .workload import Job
 
 
 class _Clock:
@@ -52,6 +53,21 @@ class TransformersEngine:
             eos_token_id=None, pad_token_id=0, streamer=clock,
         )  # fmt: skip
         return [call - started for call in clock.calls[1:]], output[0, len(ids) :].tolist()
+
+    @torch.inference_mode()
+    def static_batches(self, jobs: Sequence[Job], size: int) -> None:
+        """Jobs in their order, `size` at a time, padded on the left; a batch runs until its longest job is done."""
+        for start in range(0, len(jobs), size):
+            batch = jobs[start : start + size]
+            width = max(len(job.prompt_token_ids) for job in batch)
+            pads = [width - len(job.prompt_token_ids) for job in batch]
+            ids = [[0] * pad + job.prompt_token_ids for pad, job in zip(pads, batch, strict=True)]
+            mask = [[0] * pad + [1] * (width - pad) for pad in pads]
+            self.model.generate(
+                torch.tensor(ids, device=self.device), attention_mask=torch.tensor(mask, device=self.device),
+                max_new_tokens=max(job.max_tokens for job in batch), do_sample=False, use_cache=True,
+                eos_token_id=None, pad_token_id=0,
+            )  # fmt: skip
 
 
 def _read(path: Path) -> tuple[ModelConfig, Mapping]:
