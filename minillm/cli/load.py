@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 from . import common
+from .serve import KEY_VARIABLE
 
 if TYPE_CHECKING:
     from ..serving.load_metrics import Spread, Summary
@@ -50,7 +52,7 @@ def add_parser(commands) -> None:
 def _server_options(group) -> None:
     group.add_argument("--url", default="http://127.0.0.1:8000", help="default: http://127.0.0.1:8000")
     group.add_argument("--model", metavar="NAME", help="default: the first that the server names")
-    group.add_argument("--api-key", metavar="KEY", help="default: $OPENAI_API_KEY")
+    group.add_argument("--api-key", metavar="KEY", help=f"default: ${KEY_VARIABLE}")
     group.add_argument("--chat", action="store_true", help="/v1/chat/completions instead of /v1/completions")
     group.add_argument(
         "--prompts", choices=("auto", "ids", "words"), default="auto", help="token ids are exact lengths"
@@ -108,6 +110,7 @@ def run(args: argparse.Namespace) -> int:
         duration_s=args.duration,
         warmup=args.warmup,
         slo=slo,
+        progress=sys.stderr.isatty(),
         settings=settings,
     )
     if args.output:
@@ -127,7 +130,7 @@ def _target(args: argparse.Namespace):
     from ..serving.load_client import Target
 
     ids = {"auto": None, "ids": True, "words": False}[args.prompts]
-    key = args.api_key or os.environ.get("OPENAI_API_KEY")
+    key = args.api_key or os.environ.get(KEY_VARIABLE)
     return Target(args.url, args.model, key, args.chat, ids, args.timeout)
 
 

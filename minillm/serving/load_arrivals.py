@@ -12,7 +12,7 @@ import math
 
 import numpy as np
 
-from .load_record import LoadError
+from .load_record import LoadError, check_seed
 
 ARRIVALS = ("poisson", "constant", "bursty", "batch")
 
@@ -34,6 +34,7 @@ def arrival_times(
     job does. rate: requests a second, on average; "batch" ignores it. The same seed gives the same times. Raises
     LoadError.
     """
+    check_seed(seed)
     _check(kind, rate, count, duration_s, cv)
     if kind == "batch":
         return [0.0] * (count if count is not None else 0)

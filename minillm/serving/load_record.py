@@ -25,6 +25,11 @@ class TraceRequest(NamedTuple):
     hash_ids: tuple[int, ...] = ()
 
 
+def check_seed(seed: int) -> None:
+    if seed < 0:
+        raise LoadError(f"seed is {seed}; it must be a whole number, 0 or more")
+
+
 OK, REFUSED, FAILED, CUT, TIMEOUT = "ok", "refused", "failed", "cut", "timeout"
 STATUSES = (OK, REFUSED, FAILED, CUT, TIMEOUT)
 

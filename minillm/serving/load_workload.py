@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .load_record import LoadError, TraceRequest
+from .load_record import LoadError, TraceRequest, check_seed
 
 TOKEN_IDS = (1_000, 10_000)  # inside the vocabulary of any model of the last years, clear of control tokens
 
@@ -81,6 +81,7 @@ def make_requests(
     seed: int = 0,
 ) -> tuple[TraceRequest, ...]:
     """A request for each arrival, lengths drawn from the distributions. The same seed gives the same lengths."""
+    check_seed(seed)
     prompts, outputs = (
         value if isinstance(value, Lengths) else Lengths.parse(str(value)) for value in (prompt_tokens, output_tokens)
     )
@@ -109,8 +110,7 @@ class Prompts:
             raise LoadError(
                 f"token ids from {token_ids[0]} to {token_ids[1]}; give the lowest and one past the highest"
             )
-        if seed < 0:
-            raise LoadError(f"seed is {seed}; it must be 0 or more")
+        check_seed(seed)
         if shared_prefix < 0:
             raise LoadError(f"shared_prefix is {shared_prefix}; it must be 0 or more tokens")
         self.seed, self.shared_prefix, self.token_ids, self.block_tokens = seed, shared_prefix, token_ids, block_tokens

@@ -13,6 +13,7 @@ from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from ..serving.load_definitions import Row
 from ..serving.load_metrics import measured
@@ -39,6 +40,7 @@ def latency_cdfs(results: LoadResult | Mapping[str, LoadResult], title: str = "W
             _slo_line(ax, next(iter(named.values())), limit)
             ax.set(xlabel=f"{name} (ms)", ylim=(0, 1.03))
             ax.set_xlim(left=0)
+            ax.xaxis.set_major_formatter(lambda value, _: number(value))
         axes[0].set_ylabel("share of requests")
         if len(named) > 1:
             axes[-1].legend(
@@ -70,6 +72,7 @@ def _cdf(ax: Axes, result: LoadResult, attribute: str, colour: str, marks: bool)
             ha="right",
             va="center",
             size=8.5,
+            bbox={"facecolor": PAPER, "edgecolor": "none", "alpha": 0.8, "pad": 0.6},
         )
 
 
@@ -167,6 +170,7 @@ def report(result: LoadResult) -> Figure:
             _slo_line(ax, result, limit)
             ax.set(xlabel=f"{name} (ms)", ylim=(0, 1.03))
             ax.set_xlim(left=0)
+            ax.xaxis.set_major_formatter(lambda value, _: number(value))
         axes[1, 0].set_ylabel("share of requests")
         if summary.backlogged:
             top.annotate(
@@ -205,7 +209,9 @@ def rate_sweep(results: Sequence[LoadResult], title: str = "Goodput falls before
             right.plot(rates, values, style, color=colour, label=label.upper())
         _limit(right, runs[0].slo.ttft_ms)
         right.set(xlabel="requests offered (1/s)", ylabel="TTFT (ms)", xlim=(0, None), yscale="log")
+        right.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         right.yaxis.set_major_formatter(lambda value, _: number(value))
+        right.yaxis.set_minor_formatter(NullFormatter())
         left.legend(loc="upper left")
         right.legend(loc="upper left")
     return fig
@@ -231,13 +237,14 @@ def throughput_latency(results: Mapping[str, Sequence[LoadResult]], title: str) 
             for label, style, fill in (("p50", "o-", colour), ("p99", "o--", PAPER)):
                 values = [getattr(run.summary.tpot_ms, label) for run in runs]
                 ax.plot(rates, values, style, color=colour, markerfacecolor=fill, label=f"{name}, {label.upper()}")
+        ax.margins(y=0.1)
         ax.set(xlabel="output tokens a second", ylabel="TPOT (ms)", title=title, xlim=(0, None), ylim=(0, None))
         ax.legend()
     return fig
 
 
 def definitions(rows: Sequence[Row], title: str = "One data set, the same words, other numbers") -> Figure:
-    """Mean and P99 of each tool's TTFT, TPOT and ITL (from `load_definitions.compare_definitions`), a panel a metric."""
+    """Mean and P99 of each tool's TTFT, TPOT and ITL, from `load_definitions.compare_definitions`."""
     metrics = list(dict.fromkeys(row.metric for row in rows))
     sizes = [sum(row.metric == metric for row in rows) for metric in metrics]
     shape = {"gridspec_kw": {"height_ratios": sizes}, "squeeze": False}
@@ -260,7 +267,7 @@ def _definition_bars(ax: Axes, rows: Sequence[Row]) -> None:
     ax.bar_label(drawn, [number(float(f"{mean:.3g}")) for mean in means], padding=4, size=9)
     ax.plot([row.spread.p99 for row in rows], places, "D", color=ORANGE, markersize=5)
     ax.set_yticks(places, [f"{row.tool}\n{row.rule}" for row in rows], size=8.5)
-    ax.set_xscale("linear")
+    ax.xaxis.set_major_formatter(lambda value, _: number(value))
     ax.invert_yaxis()
     ax.margins(x=0.1)
     ax.grid(False, axis="y")
