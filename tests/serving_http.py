@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import time
 from contextlib import contextmanager
 from functools import cache
@@ -56,6 +57,19 @@ def scheduler_of(server):
     return server.engine.engine.scheduler
 
 
+def slowed(server, seconds: float = 0.02):
+    """Steps that take a while, as a larger model's do."""
+    engine = server.engine.engine
+    step = type(engine).step
+
+    def slow():
+        time.sleep(seconds)
+        return step(engine)
+
+    engine.step = slow
+    return engine
+
+
 def wait_until(condition, seconds: float = 10.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
@@ -74,6 +88,16 @@ def post(server, path: str, body, **headers) -> httpx.Response:
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     headers = {"content-type": "application/json", **headers}
     return httpx.post(server.url + path, content=content, headers=headers, timeout=30)
+
+
+def raw_request(server, body: dict, path: str = "/v1/completions") -> socket.socket:
+    """A client without a library: the request is sent, nothing is read."""
+    host, port = server.url.removeprefix("http://").split(":")
+    sock = socket.create_connection((host, int(port)), timeout=10)
+    data = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+    sock.sendall(head.encode() + data)
+    return sock
 
 
 def events(response: httpx.Response) -> list:

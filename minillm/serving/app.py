@@ -6,8 +6,9 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi import APIRouter, FastAPI, Request, Response, Security
 from fastapi.exceptions import RequestValidationError
+from fastapi.security import HTTPBearer
 from starlette.exceptions import HTTPException
 
 from .. import __version__
@@ -42,13 +43,15 @@ _CAUSES = {
 
 
 def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    return {status: {"model": responses.ErrorBody, "description": _CAUSES[status]} for status in statuses}
+    """These, and any other 4xx in the same shape; FastAPI would add its own 422 otherwise."""
+    other = {"4XX": {"model": responses.ErrorBody, "description": "Another refusal."}}
+    return {status: {"model": responses.ErrorBody, "description": _CAUSES[status]} for status in statuses} | other
 
 
 def _generates(shape: type, what: str) -> dict[int | str, dict[str, Any]]:
     stream = {"text/event-stream": {"schema": {"type": "string"}}}
     answer = {"model": shape, "description": what, "content": stream}
-    return {200: answer, **_errors(*_CAUSES), "default": {"model": responses.ErrorBody, "description": "An error."}}
+    return {200: answer, **_errors(*_CAUSES)}
 
 
 def json_response(value: Any, status: int = 200) -> Response:
@@ -57,6 +60,7 @@ def json_response(value: Any, status: int = 200) -> Response:
 
 generation = APIRouter(route_class=StrictRoute)
 reading = APIRouter()
+watching = APIRouter()  # these need no key
 
 
 @generation.post(
@@ -122,7 +126,7 @@ def _card(state: ServerState) -> dict[str, Any]:
     return {"id": name, "object": "model", "created": created, "owned_by": "minillm", "max_model_len": longest}
 
 
-@reading.get("/health", responses={200: {"model": responses.Health}, **_errors(503)}, response_model=None)
+@watching.get("/health", responses={200: {"model": responses.Health}, **_errors(503)}, response_model=None)
 async def health(request: Request) -> Response:
     """200 while requests are taken and the engine runs."""
     state = request.app.state.server
@@ -133,7 +137,7 @@ async def health(request: Request) -> Response:
     return json_response({"status": "ok"})
 
 
-@reading.get(
+@watching.get(
     "/metrics", response_model=None, responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
 )
 async def metrics(request: Request) -> Response:
@@ -145,8 +149,10 @@ def create_app(engine: AsyncEngine, settings: ServerSettings) -> FastAPI:
     """The ASGI application. Create it where its event loop runs, and call `app.state.server.close()` after it."""
     app = FastAPI(title="minillm", version=__version__, docs_url=None, redoc_url=None)
     app.state.server = state = ServerState(engine, settings)
-    app.include_router(generation)
-    app.include_router(reading)
+    stated = [Security(HTTPBearer(auto_error=False))] if settings.api_keys else []  # for the schema; Gate checks it
+    app.include_router(generation, dependencies=stated)
+    app.include_router(reading, dependencies=stated)
+    app.include_router(watching)
     app.add_middleware(Gate, state=state)
     for kind, translate in _TRANSLATIONS.items():
         app.add_exception_handler(kind, _handler(translate))

@@ -30,15 +30,18 @@ def token_text(tokenizer: Tokenizer, token: int) -> str:
 
 
 class Offsets:
-    """Where in the answer each token's text begins; a piece of a character begins where the character will."""
+    """Where in the answer each token's text begins; a piece of a character begins where the character will.
+
+    A whole token can also end a broken character before it, and then begins after its U+FFFD.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._decoder, self._length = StreamDecoder(tokenizer, skip_special=True), 0
+        self._tokenizer, self._decoder, self._length = tokenizer, StreamDecoder(tokenizer, skip_special=True), 0
 
     def push(self, token: int) -> int:
-        start = self._length
-        self._length += len(self._decoder.push(token))
-        return start
+        start, text, own = self._length, self._decoder.push(token), token_text(self._tokenizer, token)
+        self._length += len(text)
+        return self._length - len(own) if text.endswith(own) else start
 
 
 def completion_logprobs(tokenizer: Tokenizer, tokens: Sequence[SampledToken], offsets: Offsets) -> CompletionLogprobs:

@@ -91,6 +91,7 @@ def _chat_logprobs(body: ChatCompletionRequest) -> int | None:
 
 
 def _chat_prompt(body: ChatCompletionRequest, engine: Engine, settings: ServerSettings) -> list[int]:
+    _check_choices(1, body.n or 1, settings)
     messages = [{"role": _role(m), "content": _content(m)} for m in body.messages]
     ids = engine.tokenizer.encode_chat(messages, body.add_generation_prompt is not False)
     _check_length(len(ids), engine, settings, "messages")
@@ -112,9 +113,7 @@ def _content(message: Message) -> str:
 def _prompts(body: CompletionRequest, engine: Engine, settings: ServerSettings) -> list[list[int]]:
     single = isinstance(body.prompt, str) or isinstance(body.prompt[0], int)
     prompts = [body.prompt] if single else body.prompt
-    if len(prompts) * (body.n or 1) > settings.max_choices:
-        message = f"{len(prompts)} prompts with n {body.n or 1} are more than {settings.max_choices} answers"
-        raise invalid(f"{message}; send several requests", param="n")
+    _check_choices(len(prompts), body.n or 1, settings)
     return [_token_ids(prompt, engine, settings) for prompt in prompts]
 
 
@@ -122,6 +121,12 @@ def _token_ids(prompt: str | list[int], engine: Engine, settings: ServerSettings
     ids = engine.tokenizer.encode(prompt, add_special=True) if isinstance(prompt, str) else prompt
     _check_length(len(ids), engine, settings)
     return encode_prompt(engine.model, engine.tokenizer, ids)
+
+
+def _check_choices(prompts: int, n: int, settings: ServerSettings) -> None:
+    if prompts * n > settings.max_choices:
+        message = f"{prompts} prompts with n {n} are more than {settings.max_choices} answers; send several requests"
+        raise invalid(message, param="n")
 
 
 def _check_length(tokens: int, engine: Engine, settings: ServerSettings, param: str = "prompt") -> None:
