@@ -139,9 +139,16 @@ def move_blocks(source: PagedCache, target: PagedCache, pairs: Sequence[tuple[in
 class _Group(NamedTuple):
     """Decodes attended together: their rows, tables laid end to end, and (B, 1, 1, padded) -inf where nothing is."""
 
-    rows: Tensor
+    rows: slice | Tensor
+    size: int
     tables: Tensor
     mask: Tensor
+
+
+def _rows(rows: list[int], device) -> slice | Tensor:
+    """A slice where they follow one another, which needs no gathering."""
+    first, last = rows[0], rows[-1]
+    return slice(first, last + 1) if rows == list(range(first, last + 1)) else torch.tensor(rows, device=device)
 
 
 class PagedStep:
@@ -193,7 +200,7 @@ class PagedStep:
 
     def _attend_group(self, layer: int, q: Tensor, group: _Group) -> Tensor:
         """One query each: a group's query heads stand where queries stand, and padding is masked. -> (B, H, D)"""
-        B, H, Hkv, D = len(group.rows), q.shape[1], self.cache.config.num_key_value_heads, q.shape[2]
+        B, H, Hkv, D = group.size, q.shape[1], self.cache.config.num_key_value_heads, q.shape[2]
         k, v = (
             side.index_select(0, group.tables).view(B, -1, Hkv, D).transpose(1, 2) for side in self.cache.layers[layer]
         )  # (B, Hkv, S, D)
@@ -232,8 +239,7 @@ class PagedStep:
             seen &= slots >= lengths - window
         dtype = self.cache.storage.dtype
         mask = torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, float("-inf"))
-        rows = torch.tensor([s.first for s in members], device=device)
-        return _Group(rows, tables.flatten(), mask[:, None, None, :])
+        return _Group(_rows([s.first for s in members], device), len(members), tables.flatten(), mask[:, None, None, :])
 
     def advance(self, count: int) -> None:
         """Nothing moves here: the scheduler counts what is computed."""

@@ -83,17 +83,18 @@ class ModelRunner:
 
     def _packed(self, parts: Sequence[Scheduled]) -> Tensor | None:
         """All tokens of the step laid end to end, once through the model."""
-        tokens, positions, sequences, sampled = [], [], [], []
-        for request, start, count, samples, _ in parts:
+        tokens, positions, sequences, last = [], [], [], {}
+        # single tokens first, by context: what attention takes together then lies together
+        for part in sorted(parts, key=lambda part: (part.count > 1, part.start)):
+            request, start, count, samples, _ = part
             sequences.append(SequenceStep(len(tokens), count, start, request.block_ids))
             tokens += request.tokens(start, start + count)
             positions += range(start, start + count)
             if samples:
-                sampled.append(len(tokens) - 1)
+                last[request] = len(tokens) - 1
         hidden = self._forward(tokens, positions, StepMetadata(sequences, self.block_size, device=self.model.device))
-        if not sampled:
-            return None
-        return self.model.logits(hidden if len(sampled) == len(hidden) else hidden[sampled])
+        sampled = [last[part.request] for part in parts if part.samples]
+        return self.model.logits(hidden[sampled]) if sampled else None
 
     def _forward(self, tokens: list[int], positions: list[int], metadata: StepMetadata, exact: bool = False) -> Tensor:
         device = self.model.device
