@@ -71,9 +71,7 @@ def test_lanes_are_requests_and_bars_are_their_parts():
         "time (ms)",
     )
     wanted = [
-        (lane, 1e3 * part.start, 1e3 * part.end)
-        for lane, life in enumerate(histories(events))
-        for part in merged(life.parts)
+        (lane, 1e3 * part.start, 1e3 * part.end) for lane, life in enumerate(histories(events)) for part in life.parts
     ]
     for got, want in zip(sorted(bars(ax)), sorted(wanted), strict=True):
         assert got == pytest.approx(want)
@@ -96,6 +94,19 @@ def test_verdicts_name_what_was_missed():
 def test_requests_can_be_chosen_and_ordered():
     ax = gantt(drawn(), "t", select=["3", "0"]).axes[0]
     assert [label.get_text() for label in ax.get_yticklabels()] == ["3", "0"]
+
+
+def test_long_answers_are_drawn_in_one_piece():
+    many = bars(gantt(play([Job(4, 100)], num_blocks=60).events, "t").axes[0])
+    assert len(many) == 2
+    assert len(bars(gantt(play([Job(4, 20)]).events, "t").axes[0])) == 20
+
+
+def test_a_wait_too_short_to_see_is_not_explained():
+    events = play([Job(4, 3)]).events
+    late = [event._replace(time=event.time - 1e-6 if event.kind == "added" else event.time) for event in events]
+    assert histories(late)[0].parts[0].kind == "queued"
+    assert "queued" not in texts(gantt(late, "t"))
 
 
 def test_a_step_without_a_turn_stays_a_gap():

@@ -31,6 +31,7 @@ _NAMES = {
     "swapped": "swapped out", "recompute": "computed again", "idle": "idle slot",
 }  # fmt: skip
 _MOST_LANES = 60
+_MOST_BOXES = 48
 
 
 def gantt(
@@ -38,15 +39,17 @@ def gantt(
 ) -> Figure:
     """One lane a request: queue, prefill chunks, decode, preempted, computed again; a tick at the first token.
 
+    Every step is a box of its own where there are few, so that a long one, which stalls all in it, can be seen.
+
     slo: adds TTFT and TPOT of each request and whether they were met, in seconds (in steps, if by="step"). select: only
     these requests, in this order; without it the first 60 in order of arrival.
     """
     chosen = _chosen(histories(events, by), select)
-    divisor, unit = _axis(chosen, by)
-    origin = min((part.start for h in chosen for part in h.parts), default=0.0)
+    origin, divisor, unit = _axis(chosen, by)
+    lanes = [_drawn_parts(history, divisor) for history in chosen]
     with figure(height=1.9 + 0.34 * max(2, len(chosen))) as (fig, ax):
         for lane, history in enumerate(chosen):
-            for part in merged(history.parts):
+            for part in lanes[lane]:
                 _bar(ax, lane, part, origin, divisor)
             if history.token_times:
                 at = (history.token_times[0] - origin) / divisor
@@ -56,8 +59,14 @@ def gantt(
         ax.grid(False, axis="y")
         if slo is not None:
             _verdicts(ax, chosen, slo, by)
-        _legend(fig, {part.kind for history in chosen for part in history.parts})
+        _legend(fig, {part.kind for parts in lanes for part in parts})
     return fig
+
+
+def _drawn_parts(history: History, divisor: float) -> list[Part]:
+    """Without waits that are too short to be seen."""
+    parts = [part for part in history.parts if part.step or part.end - part.start > 1e-3 * divisor]
+    return parts if len(parts) <= _MOST_BOXES else merged(parts)
 
 
 def merged(parts: Sequence[Part]) -> list[Part]:
@@ -79,13 +88,14 @@ def _chosen(all_of_them: list[History], select: Sequence[str] | None) -> list[Hi
     return [known[name] for name in select]
 
 
-def _axis(chosen: Sequence[History], by: str) -> tuple[float, str]:
+def _axis(chosen: Sequence[History], by: str) -> tuple[float, float, str]:
+    """(where it begins, what to divide by, its label)."""
+    edges = [edge for history in chosen for part in history.parts for edge in (part.start, part.end)]
+    first = min(edges, default=0.0)
     if by == "step":
-        return 1.0, "steps"
-    ends = [part.end for history in chosen for part in history.parts]
-    first = min((part.start for history in chosen for part in history.parts), default=0.0)
-    divisor, unit = scale([end - first for end in ends], "s")
-    return divisor, f"time ({unit})"
+        return first, 1.0, "steps"
+    divisor, unit = scale([max(edges, default=0.0) - first], "s")
+    return first, divisor, f"time ({unit})"
 
 
 def _bar(ax: Axes, lane: int, part: Part, origin: float, divisor: float) -> None:
@@ -160,9 +170,9 @@ def step_view(events: Iterable[Event], step: int, title: str = "") -> Figure:
         ax.grid(False, axis="y")
         handles = [
             Patch(facecolor=tint(GREY, 0.2), label="in the cache"),
-            Patch(facecolor=PAPER, edgecolor=GREY, label="to come"),
+            Patch(facecolor=PAPER, edgecolor=GREY, label="still to compute"),
         ]
-        handles += [Patch(facecolor=COLOURS[kind], label=f"{_NAMES[kind]}, this step") for kind in COMPUTING]
+        handles += [Patch(facecolor=COLOURS[kind], label=_NAMES[kind]) for kind in COMPUTING]
         fig.legend(handles=handles, loc="outside lower center", ncols=len(handles))
     return fig
 
