@@ -19,7 +19,7 @@ from minillm.serving.load_sse import EventStream
 from minillm.serving.load_workload import Prompts, make_requests
 from tests.load_server import DONE, FakeServer, Reply, event, stream, token, usage
 
-SLACK = 0.15  # seconds that a busy machine may add
+SLACK = 0.3  # seconds that a busy machine may add
 
 
 def several(count, at=0.0, output=3):
@@ -35,14 +35,14 @@ def one(reply, target=None, **options):
 
 
 def test_times_of_a_known_stream():
-    record = one(Reply(stream([0.2, 0.05, 0.25])))
+    record = one(Reply(stream([0.3, 0.02, 0.4])))
     assert record.ok
     assert record.output_tokens == 3
     assert record.token_source == "usage"
-    assert 0.2 <= record.ttft_s < 0.2 + SLACK
-    assert 0.3 <= record.e2el_s - record.ttft_s < 0.3 + SLACK
+    assert 0.3 <= record.ttft_s < 0.3 + SLACK
+    assert 0.72 <= record.e2el_s < 0.72 + SLACK
     assert record.tpot_s == pytest.approx((record.e2el_s - record.ttft_s) / 2)
-    assert record.itl_s == pytest.approx([0.05, 0.25], abs=SLACK)
+    assert record.itl_s[0] + 0.2 < record.itl_s[1]
     assert record.end_s >= record.chunk_times[-1]
 
 
@@ -83,7 +83,8 @@ def test_chat():
         (record,) = run_load(Target(server.url, chat=True), several(1), progress=False).records
         (body,) = server.bodies
     assert 0.2 <= record.ttft_s < 0.2 + SLACK  # the chunk that names the role is no token
-    assert 0.1 <= record.tpot_s < 0.1 + SLACK  # nor is the one that names the reason
+    assert len(record.itl_s) == 1  # nor is the one that names the reason
+    assert record.tpot_s == record.itl_s[0]
     assert record.finish_reason == "stop"
     assert [message["role"] for message in body["messages"]] == ["user"]
 
@@ -221,18 +222,17 @@ def test_coordinated_omission():
         closed_loop = run_load(server.url, requests, concurrency=1, progress=False)
     with FakeServer(Stalling(5)) as server:
         capped = run_load(server.url, requests, max_in_flight=1, progress=False)
-    slow = {name: sum(t > 0.25 for t in times) for name, times in (
+    slow = {name: sum(t > 0.4 for t in times) for name, times in (
         ("open", [r.ttft_s for r in open_loop.records]),
         ("closed", [r.ttft_s for r in closed_loop.records]),
         ("capped", [r.ttft_s for r in capped.records]),
         ("capped, from the send", ttft_from_send(capped.records)),
     )}  # fmt: skip
-    assert 7 <= slow["open"] <= 10
+    assert 5 <= slow["open"] <= 8
     assert slow["closed"] == 1
-    assert 7 <= slow["capped"] <= 10  # a client that waits for a connection hides nothing here
+    assert 5 <= slow["capped"] <= 8  # a client that waits for a connection hides nothing here
     assert slow["capped, from the send"] == 1  # but would, timed from the send
-    assert open_loop.summary.ttft_ms.p50 < 1e3 * SLACK  # while a percentile of the closed loop sees nothing:
-    assert closed_loop.summary.ttft_ms.p95 < 250 < open_loop.summary.ttft_ms.p95
+    assert closed_loop.summary.ttft_ms.p95 < 400 < open_loop.summary.ttft_ms.p95
 
 
 def test_open_loop_sends_on_time_and_closed_loop_keeps_its_number():
