@@ -218,7 +218,11 @@ def _counts(summary: Summary, settings: dict[str, Any]) -> list[tuple[str, str, 
     cached = f"{summary.cached_tokens} from the prefix cache" if summary.cached_tokens else ""
     rows = [
         ("measured", str(summary.requests), ", ".join(lost) or f"all ended well, in {summary.window_s:.1f} s"),
-        ("offered", f"{summary.offered_rate:.2f}/s", "intended arrivals"),
+        (
+            "offered",
+            f"{summary.offered_rate:.2f}/s",
+            "as clients became free" if settings.get("loop") == "closed" else "intended arrivals",
+        ),
         ("answered", f"{summary.request_rate:.2f}/s", f"at most {summary.max_in_flight} in flight"),
         (
             "output tokens",
