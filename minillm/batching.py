@@ -226,7 +226,7 @@ class Scheduler:
         available = pool.available - sum(pool.ref_counts[b] == 0 for b in hits) - owed - spare
         if not count or pool.blocks_for(request.num_tokens) - len(hits) > available:
             return False
-        pool.share(hits)
+        pool.share(hits, request.label)
         request.block_ids, request.num_published = hits, len(hits)
         if swapped:
             self._swap_in(request)
@@ -331,7 +331,7 @@ class Scheduler:
         width, request.width = request.width, 1
         children = [request.fork(sequence) for sequence in range(1, width)]
         for child in children:
-            self.pool.share(child.block_ids)
+            self.pool.share(child.block_ids, child.label)
             insort(self.running, child, key=_ORDER)
         self.events.append("forked", request.label, children=[child.label for child in children])
         return children

@@ -178,8 +178,10 @@ class BlockPool:
             self.events.append("evicted", block=block)
         return block
 
-    def share(self, blocks: Iterable[int]) -> None:
+    def share(self, blocks: Sequence[int], owner: str | None = None) -> None:
         """One more holder for each: of a running sequence's blocks, or of cached ones, which keep their key."""
+        if self.events is not None and blocks:
+            self.events.append("shared", owner, blocks=list(blocks))
         for block in blocks:
             if block == NULL:
                 continue
@@ -212,10 +214,14 @@ class BlockPool:
             raise BlockError(f"block {block} is published while nobody holds it")
         self.published[block] = True
         self._cached.used(block)
+        if self.events is not None:
+            self.events.append("published", block=block)
 
     def withdraw(self, block: int) -> None:
         """The prefix cache forgot the block: its contents are worth nothing from here on."""
         self.published[block] = False
+        if self.events is not None:
+            self.events.append("withdrawn", block=block)
         if self.ref_counts[block] == 0:
             self._cached.remove(block)
             self._free.append(block)

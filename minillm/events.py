@@ -9,7 +9,10 @@ scheduled    requests, tokens                     one event a step: who computes
 preempted    how, lost                            "recompute" or "swap"; tokens to compute again
 resumed      how, tokens                          as admitted, after a preemption
 forked       children                             n > 1: sequences that now share the prompt's blocks
-allocated    blocks                               block ids
+allocated    blocks                               block ids, until now nobody's
+shared       blocks                               one holder more for each: a prefix hit, or a fork
+published    block                                it is full and written; when released it is kept, not freed
+withdrawn    block                                it is kept no longer
 copied       pairs                                copy-on-write, (source, target)
 evicted      block                                a cached block's contents were given up
 offloaded    pairs                                copies of evicted blocks go to host memory, (block, host block)

@@ -195,7 +195,9 @@ def test_the_pool_tells_what_it_does():
     pool.release(table, "a")
     pool.allocate(2, "b")
     kinds = [(e.kind, e.request) for e in log]
-    assert kinds == [("allocated", "a"), ("released", "a"), ("evicted", None), ("allocated", "b")]
+    assert kinds == [
+        ("allocated", "a"), ("published", None), ("released", "a"), ("evicted", None), ("allocated", "b")
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("arguments", [(1, 4), (4, 0), (4, 4, "newest")])

@@ -8,17 +8,13 @@
 
 A frame is the pool while its step is computed: after the step's allocations, before what ends in it is released. A log
 without "scheduled" events, of a pool played by hand, has a frame for each event.
-
-Two things the log says late. Which blocks a request took from the prefix cache shows when it releases them; whether a
-released block kept its contents shows when it is evicted or taken again. What is never touched again counts as free.
 """
 
 from __future__ import annotations
 
 import base64
 import io
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -76,11 +72,10 @@ class BlockHistory:
 
 def block_history(events: Iterable[Event], num_blocks: int) -> BlockHistory:
     """Replays a log that begins with an empty pool. Raises ValueError if it has no events that a pool writes."""
-    events = list(events)
-    replay = _Replay(num_blocks, _prefix_hits(events))
+    events, replay = list(events), _Replay(num_blocks)
     by_step = any(event.kind == "scheduled" for event in events)
-    for index, event in enumerate(events):
-        moved = replay.apply(index, event)
+    for event in events:
+        moved = replay.apply(event)
         if event.kind == "scheduled" or (moved and not by_step):
             replay.note(event.step if by_step else len(replay.frames))
     if by_step:
@@ -90,89 +85,41 @@ def block_history(events: Iterable[Event], num_blocks: int) -> BlockHistory:
     return BlockHistory(replay.steps, replay.frames)
 
 
-def _changes(event: Event) -> tuple[list[int], list[int], list[str]]:
-    """(blocks taken, blocks let go, children) of the event's request."""
-    data = event.data
-    match event.kind:
-        case "allocated":
-            return data["blocks"], [], []
-        case "released":
-            return [], [block for block in data["blocks"] if block], []
-        case "copied":
-            return [], [source for source, _ in data["pairs"]], []  # its own block was allocated before
-        case "forked":
-            return [], [], data["children"]
-    return [], [], []
-
-
-def _prefix_hits(events: Sequence[Event]) -> dict[int, list[tuple[str, int]]]:
-    """Index of the event that began a sequence -> (owner, block) that it took without allocating."""
-    held: defaultdict[str, set[int]] = defaultdict(set)
-    began: dict[str, int] = {}
-    hits: defaultdict[int, list[tuple[str, int]]] = defaultdict(list)
-    for index, event in enumerate(events):
-        owner = str(event.request)
-        taken, let_go, children = _changes(event)
-        if event.kind in ("admitted", "resumed"):
-            began[owner] = index
-        for child in children:
-            began[child], held[child] = index, set(held[owner])
-        held[owner].update(taken)
-        for block in let_go:
-            if block in held[owner]:
-                held[owner].remove(block)
-            elif owner in began:
-                hits[began[owner]].append((owner, block))
-    return hits
-
-
 class _Replay:
     """The pool as the log tells it, and its frames."""
 
-    def __init__(self, num_blocks: int, hits: dict[int, list[tuple[str, int]]]) -> None:
-        self.hits, self.steps, self.frames = hits, [], []
+    def __init__(self, num_blocks: int) -> None:
+        self.steps: list[int] = []
+        self.frames: list[list[Cell]] = []
         self._holders: list[list[str]] = [[] for _ in range(num_blocks)]
-        self._idle_from: dict[int, int] = {}  # released block -> first frame without a holder
+        self._published: set[int] = set()
 
-    def apply(self, index: int, event: Event) -> bool:
+    def apply(self, event: Event) -> bool:
         """Whether it was an event of the pool."""
-        owner = str(event.request)
-        taken, let_go, children = _changes(event)
-        if event.kind == "evicted":
-            self._was_cached(event.data["block"])
-        for block in taken:
-            self._take(block, owner)
-        for block in let_go:
-            self._let_go(block, owner)
-        for child in children:
-            for holders in self._holders:
-                if owner in holders:
-                    holders.append(child)
-        for hitter, block in self.hits.get(index, ()):
-            self._was_cached(block)
-            self._take(block, hitter)
-        return bool(taken or let_go or children) or event.kind == "evicted"
-
-    def _take(self, block: int, owner: str) -> None:
-        self._idle_from.pop(block, None)
-        if owner not in self._holders[block]:
-            self._holders[block].append(owner)
-
-    def _let_go(self, block: int, owner: str) -> None:
-        if owner in self._holders[block]:
-            self._holders[block].remove(owner)
-            if not self._holders[block]:
-                self._idle_from[block] = len(self.frames)
-
-    def _was_cached(self, block: int) -> None:
-        first = self._idle_from.pop(block, None)
-        if first is not None:
-            for frame in self.frames[first:]:
-                frame[block] = CACHED
+        owner, data = str(event.request), event.data
+        match event.kind:
+            case "allocated" | "shared":
+                for block in filter(None, data["blocks"]):
+                    self._holders[block].append(owner)
+            case "released":
+                for block in filter(None, data["blocks"]):
+                    self._holders[block].remove(owner)
+            case "copied":
+                for source, _ in data["pairs"]:  # its own block was allocated before
+                    self._holders[source].remove(owner)
+            case "published":
+                self._published.add(data["block"])
+            case "evicted" | "withdrawn":
+                self._published.discard(data["block"])
+            case _:
+                return False
+        return True
 
     def note(self, step: int) -> None:
         self.steps.append(step)
-        self.frames.append([tuple(holders) for holders in self._holders])
+        self.frames.append(
+            [tuple(holders) or (CACHED if i in self._published else FREE) for i, holders in enumerate(self._holders)]
+        )
 
 
 # --- pictures
