@@ -56,6 +56,7 @@ def gantt(
                 ax.plot([at, at], [lane - 0.42, lane + 0.42], color=INK, linewidth=1.6, zorder=3)
         ax.set_yticks(range(len(chosen)), [drawable(history.request) for history in chosen])
         ax.set(xlabel=unit, ylabel="request", title=title, ylim=(len(chosen) - 0.4, -0.6))
+        ax.set_xlim(left=0)
         ax.grid(False, axis="y")
         if slo is not None:
             _verdicts(ax, chosen, slo, by)
