@@ -77,6 +77,8 @@ def as_float(weight: Weight) -> Tensor:
 class Float32:
     """y = x Wᵀ + b as loaded: where nothing else is faster for many rows, beside 4-bit codes for few."""
 
+    input_dtype = torch.float32
+
     def __init__(self, weight: Weight, bias: Tensor | None) -> None:
         self.weight, self.bias = as_float(weight), bias
         self.weight_bytes = self.weight.nbytes
@@ -87,6 +89,8 @@ class Float32:
 
 class Float16:
     """y = x Wᵀ + b with W in FBGEMM's blocks; x and y float32."""
+
+    input_dtype = torch.float32
 
     def __init__(self, weight: Weight, bias: Tensor | None) -> None:
         weight = as_float(weight)
@@ -100,7 +104,9 @@ class Float16:
 
 
 class BFloat16:
-    """The same through oneDNN, which rounds x to bfloat16 too and accumulates in float32."""
+    """The same through oneDNN, which rounds x to bfloat16 too and accumulates in float32. y is of x's type."""
+
+    input_dtype = torch.bfloat16
 
     def __init__(self, weight: Weight, bias: Tensor | None) -> None:
         weight = as_float(weight).to(torch.bfloat16)
@@ -115,6 +121,8 @@ class BFloat16:
 
 class Int4:
     """The same with 4-bit codes expanded inside the kernel, next to the multiply: a quarter of the bytes to read."""
+
+    input_dtype = torch.bfloat16
 
     def __init__(self, weight: GroupedInt4, bias: Tensor | None) -> None:
         # torch's kernel computes (code - 8) · scale + zero
@@ -148,7 +156,7 @@ class Choice:
 
 
 class PackedLinear(nn.Module):
-    """A linear layer held in one or two layouts. x (T, d_in) float32 -> (T, d_out) float32."""
+    """A linear layer held in one or two layouts. x (T, d_in) float32 or its `input_dtype` -> (T, d_out) of x's type."""
 
     def __init__(self, weight: Weight, bias: Tensor | None, choice: Choice) -> None:
         super().__init__()
@@ -162,6 +170,10 @@ class PackedLinear(nn.Module):
     def weight_bytes(self) -> int:
         """Bytes that a step of one row reads."""
         return self.few.weight_bytes
+
+    def input_dtype(self, rows: int) -> torch.dtype:
+        """What it rounds its input to, so that whoever makes the input need not keep more."""
+        return (self.few if rows <= self.turn else self.many).input_dtype
 
     def forward(self, x: Tensor) -> Tensor:
         return self.few(x) if x.shape[0] <= self.turn else self.many(x)

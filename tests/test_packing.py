@@ -11,6 +11,7 @@ import torch
 from minillm import checkpoint, packing, storage
 from minillm.errors import CheckpointError
 from minillm.kv_cache import NoCache
+from minillm.layers import Linear, SwiGLU
 from minillm.packing import Choice, GroupedInt4, PackedLinear, available, choose_layouts, linear_maker, stack_rows
 from tests import tiny
 
@@ -217,3 +218,28 @@ def packing_cache(model):
     from minillm.kv_cache import ContiguousCache
 
     return ContiguousCache(model.config, 256)
+
+
+@pytest.mark.parametrize(("few", "many"), [("int4", "bfloat16"), ("int4", "float16"), ("float32", "bfloat16")])
+@pytest.mark.parametrize("hidden", [64, 72])
+def test_the_feed_forward_layer_rounds_only_what_its_matrices_round(few, many, hidden):
+    """In any mix of layouts, one of which a matrix of 72 rows cannot have: the type of x, and the error of the layers
+    alone, within what one more rounding of the hidden values adds."""
+    if {few, many} - set(available()):
+        pytest.skip("this CPU has no kernel for one of these layouts")
+    generator = torch.Generator().manual_seed(0)
+
+    def weight(rows, columns):
+        codes = torch.randint(0, 16, (rows, columns), generator=generator, dtype=torch.uint8)
+        scale = torch.rand((rows, columns // packing.GROUP), generator=generator) / columns
+        return GroupedInt4(codes, scale, -7.5 * scale)
+
+    choice = Choice(few, many, 4)
+    gate_up, down = weight(2 * 64, 64), weight(hidden, 64)
+    layer = SwiGLU(PackedLinear(gate_up, None, choice), PackedLinear(down, None, choice))
+    exact = SwiGLU(Linear(gate_up.dequantize()), Linear(down.dequantize()))
+    for rows in (1, 4, 5, 40):
+        x = torch.randn(rows, 64, generator=generator)
+        y, wanted = layer(x), exact(x)
+        assert y.dtype == torch.float32
+        assert (y - wanted).norm() < 0.02 * wanted.norm()
