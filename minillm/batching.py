@@ -130,7 +130,8 @@ class Scheduler:
         output = SchedulerOutput(list(plan.parts.values()), *self.host.take_copies(), plan.preempted)
         if output.scheduled:
             labels = [part.request.label for part in output.scheduled]
-            self.events.append("scheduled", requests=labels, tokens=[part.count for part in output.scheduled])
+            counts = [part.count for part in output.scheduled]
+            self.events.append("scheduled", requests=labels, tokens=counts, **self.pool.counts)
         elif self.has_unfinished_requests():
             raise BlockError("requests are left and none can run: this must never happen")
         return output

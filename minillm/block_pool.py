@@ -155,6 +155,11 @@ class BlockPool:
         """Blocks that can be allocated now: the free ones and the cached ones."""
         return len(self._free) + len(self._cached)
 
+    @property
+    def counts(self) -> dict[str, int]:
+        """Blocks by state."""
+        return {"held": self.total - self.available, "cached": len(self._cached), "free": len(self._free)}
+
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
 

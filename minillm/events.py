@@ -5,7 +5,7 @@ Kinds and what they carry beside step, time and request:
 refused      predicted_ttft_s                     its first token would have come too late
 added        tokens, priority                     the request is in the queue
 admitted     cached, tokens                       it runs; so many of its tokens came from the prefix cache
-scheduled    requests, tokens                     one event a step: who computes how many tokens
+scheduled    requests, tokens, held, cached, free  one event a step: who computes how many tokens; blocks by state
 preempted    how, lost                            "recompute" or "swap"; tokens to compute again
 resumed      how, tokens                          as admitted, after a preemption
 forked       children                             n > 1: sequences that now share the prompt's blocks

@@ -285,7 +285,9 @@ def test_without_chunking_a_prompt_is_taken_whole():
     for i in range(3):
         scheduler.add(request(str(i), 14, 3, first=20 * i))
     assert [r.request_id for r in runner.step()] == ["0", "1"]
-    assert scheduler.events.of("scheduled")[0].data == {"requests": ["0", "1"], "tokens": [14, 14]}
+    assert scheduler.events.of("scheduled")[0].data == {
+        "requests": ["0", "1"], "tokens": [14, 14], "held": 8, "cached": 0, "free": 24
+    }  # fmt: skip
     runner.run()
     assert len(runner.ended) == 3
 

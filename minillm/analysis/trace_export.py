@@ -12,13 +12,10 @@ import json
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..events import Event
 from .history import SLO, WAITING, History, Part, StepRecord, histories, judge, steps
-
-if TYPE_CHECKING:
-    from ..batching import Scheduler
 
 ENGINE, REQUESTS = 1, 2  # the two processes of the picture
 STEPS = 1  # the engine's thread
@@ -27,22 +24,8 @@ _BLOCKS = ("held", "cached", "free")
 _COLOURS = {"queued": "grey", "preempted": "terrible", "swapped": "bad", "recompute": "terrible", "decode": "good"}
 
 
-def note_blocks(scheduler: Scheduler) -> None:
-    """From now on each step in the log carries how many blocks are held, cached and free as it begins."""
-
-    def note(event: Event) -> None:
-        if event.kind == "scheduled":
-            now = scheduler.pool.occupancy()
-            event.data.update(held=now.held, cached=now.cached, free=now.free)
-
-    scheduler.events.listeners.append(note)
-
-
 def trace(events: Iterable[Event], slo: SLO | None = None) -> dict[str, Any]:
-    """The log as a trace: a dictionary that `json.dump` writes. `slo` adds each request's verdict to its track.
-
-    Requests are counted from the log; the blocks are there if `note_blocks` was called before it was written.
-    """
+    """The log as a trace: a dictionary that `json.dump` writes. `slo` adds each request's verdict to its track."""
     kept = list(events)
     clock = _Clock(kept[0].time if kept else 0.0)
     out: list[dict[str, Any]] = [_name("process", ENGINE, 0, "engine"), _name("process", REQUESTS, 0, "requests")]

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minillm.analysis.history import SLO, histories
-from minillm.analysis.trace_export import ENGINE, REQUESTS, note_blocks, save_trace, trace
+from minillm.analysis.trace_export import ENGINE, REQUESTS, save_trace, trace
 from minillm.batching import Scheduler, SchedulerConfig
 from minillm.request import Request
 from tests.schedules import Job, play
@@ -181,8 +181,6 @@ def test_counters_are_what_the_scheduler_had_at_each_step():
     truth = []
 
     def each(scheduler, output):
-        if not truth:
-            note_blocks(scheduler)
         o = scheduler.pool.occupancy()
         truth.append((len(scheduler.running), len(scheduler.waiting), o.held, o.cached, o.free))
 
@@ -193,12 +191,8 @@ def test_counters_are_what_the_scheduler_had_at_each_step():
     got = [(level(made, "running", "running", ts), level(made, "waiting", "waiting", ts)) for ts in begins]
     assert got == [pair[:2] for pair in truth]
     blocks = [tuple(e["args"][name] for name in ("held", "cached", "free")) for e in of(made, "C", "blocks")]
-    assert blocks == [row[2:] for row in truth[1:]]
+    assert blocks == [row[2:] for row in truth]
     assert {sum(row) for row in blocks} == {scheduler.pool.total}
-
-
-def test_without_counts_of_blocks_there_is_no_such_counter():
-    assert of(trace(play(CROWD, **SMALL_POOL).events), "C", "blocks") == []
 
 
 def test_preemptions_and_evictions_are_marked_on_the_steps():
