@@ -90,13 +90,17 @@ def post(server, path: str, body, **headers) -> httpx.Response:
     return httpx.post(server.url + path, content=content, headers=headers, timeout=30)
 
 
-def raw_request(server, body: dict, path: str = "/v1/completions") -> socket.socket:
+def raw_request(server, body: dict, version: str = "1.1", receive_buffer: int | None = None) -> socket.socket:
     """A client without a library: the request is sent, nothing is read."""
     host, port = server.url.removeprefix("http://").split(":")
-    sock = socket.create_connection((host, int(port)), timeout=10)
+    sock = socket.socket()
+    if receive_buffer is not None:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+    sock.settimeout(10)
+    sock.connect((host, int(port)))
     data = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
-    sock.sendall(head.encode() + data)
+    head = f"POST /v1/completions HTTP/{version}\r\nHost: x\r\nContent-Type: application/json\r\n"
+    sock.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
     return sock
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
@@ -163,6 +164,32 @@ def test_content_in_parts_is_joined_and_developer_is_system(client):
         for role, content in (("developer", parts), ("system", "the cat\nsat"))
     ]  # fmt: skip
     assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "\x00",
+        "\ufeff",
+        "\U0010ffff",
+        "e\u0301",
+        "\u202eab",
+        "a\u2028b",
+        "\ufdd0",
+        "\r\n",
+        "data: [DONE]\n\n",
+        "\U0001f600",
+    ],
+)
+def test_any_unicode_is_a_prompt_and_part_of_an_answer(server, pair, text):
+    """Sent escaped and as it is."""
+    for escaped in (True, False):
+        body = json.dumps({"prompt": text, "max_tokens": 2}, ensure_ascii=escaped).encode()
+        answer = post(server, "/v1/completions", body)
+        assert answer.json()["usage"]["prompt_tokens"] == len(pair[1].encode(text))
+    body = {"messages": [{"role": "user", "content": text}], "max_tokens": 3, "stop": text, "cache_salt": text}
+    assert events(post(server, "/v1/chat/completions", {**body, "stream": True}))[-1] == "[DONE]"
+    assert post(server, "/v1/chat/completions", body).status_code == 200
 
 
 def test_a_message_cannot_write_special_tokens(client, pair):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-import socket
 import subprocess
 import sys
 
@@ -106,13 +105,7 @@ def test_a_reader_that_stops_reading_holds_up_nobody(pair):
     """Its socket fills, its handler waits, the engine goes on; what it then reads is all there."""
     wide = {**LONG, "n": 8, "logprobs": 20, "max_tokens": 250, "stream": True}  # megabytes of events
     with serving(pair, num_blocks=1200) as server:
-        sock = socket.socket()
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        host, port = server.url.removeprefix("http://").split(":")
-        sock.connect((host, int(port)))
-        data = json.dumps(wide).encode()
-        head = f"POST {TEXT} HTTP/1.0\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
-        sock.sendall(head.encode() + data)
+        sock = raw_request(server, wide, version="1.0", receive_buffer=4096)
         assert post(server, TEXT, {"prompt": "a", "max_tokens": 5}).status_code == 200
         wait_until(lambda: not scheduler_of(server).has_unfinished_requests(), 30)  # the engine is through with it
         received = b""
@@ -131,6 +124,16 @@ def test_a_reader_that_stops_reading_holds_up_nobody(pair):
     assert texts == [d.text for d in done]
     assert count == [250] * 8
     assert len(chunks) < 8 * 250, "outputs were queued for a reader that did not read"
+
+
+def test_a_reader_that_never_reads_is_given_up(pair):
+    """When its time is over its handler ends too, and the server can stop."""
+    body = {**LONG, "n": 12, "logprobs": 20, "stream": True}
+    with serving(pair, {"request_timeout_s": 2.5, "drain_timeout_s": 60.0}, num_blocks=2000) as server:
+        sock = raw_request(server, body, receive_buffer=4096)
+        wait_until(lambda: server.server.state.active == 1)
+        wait_until(lambda: server.server.state.active == 0, 20)
+    sock.close()
 
 
 def test_two_hundred_streams_at_once(pair):
@@ -193,7 +196,7 @@ def test_an_overloaded_engine_says_how_long(pair):
 
         server.engine.engine.add_request = add_request
         answer = post(server, TEXT, {"prompt": "a"})
-        check_error(answer, 429)
+        check_error(answer, 429, "overloaded")
         assert answer.headers["retry-after"] == "8"
 
 

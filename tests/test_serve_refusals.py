@@ -286,6 +286,21 @@ def test_a_body_over_the_limit_is_refused_whatever_it_claims(server):
     check_error(httpx.post(server.url + TEXT, content=chunks(), headers=headers), 413, "body_too_large")
 
 
+def test_a_refusal_reaches_a_client_that_reads_only_after_writing(server):
+    host, port = server.url.removeprefix("http://").split(":")
+    for key, status in (("right", b"413"), ("wrong", b"401")):
+        with socket.create_connection((host, int(port)), timeout=20) as sock:
+            head = (
+                f"POST {TEXT} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\nContent-Type: application/json\r\n"
+            )
+            sock.sendall(f"{head}Content-Length: {1 << 24}\r\n\r\n".encode())
+            for _ in range(1 << 8):
+                sock.sendall(b" " * (1 << 16))
+            assert sock.recv(4096).startswith(b"HTTP/1.1 " + status)
+            sock.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")  # the connection is as good as new
+            assert b"200 OK" in sock.recv(4096)
+
+
 RAW = {
     "no http": b"hello\r\n\r\n",
     "tls": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(200),

@@ -2,7 +2,7 @@
 
 In reading order: settings, errors, strict_json, unsupported, protocol (what a client may send), responses (what it
 gets), translate (request → prompts and SamplingParams), logprobs, guard (client gone, time over, server stopping),
-answers and streaming (outputs → bodies and events), metrics, gate (key, drain, body), app (the routes), lifecycle.
+answers and streaming (outputs → bodies and events), metrics, state, gate (key, drain, body), app (routes), lifecycle.
 """
 
 from __future__ import annotations

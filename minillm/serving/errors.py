@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from ..errors import EngineError, MinillmError, QueueFullError, short
+from ..errors import EngineError, MinillmError, OverloadedError, QueueFullError, short
 from ..sampling_params import SamplingParams
 from .strict_json import dumps
 
@@ -58,8 +59,9 @@ def from_engine(error: Exception) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, QueueFullError):
-        wait = max(1, round(getattr(error, "retry_after_s", 1.0) + 0.499))
-        return ApiError(429, str(error), "queue_full", headers={"Retry-After": str(wait)})
+        wait = max(1, math.ceil(error.retry_after_s))
+        code = "overloaded" if isinstance(error, OverloadedError) else "queue_full"
+        return ApiError(429, str(error), code, headers={"Retry-After": str(wait)})
     if isinstance(error, EngineError):
         return ApiError(503, str(error), "engine_stopped")
     if isinstance(error, MinillmError):

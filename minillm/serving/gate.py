@@ -1,4 +1,8 @@
-"""What stands before the routes: the key, the draining server, and a body of the right kind and size."""
+"""What stands before the routes: the key, the draining server, and a body of the right kind and size.
+
+A refusal does not wait for the rest of the body: uvicorn reads that away, so that a client in the middle of writing
+sees the answer.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,6 @@ from .errors import ApiError, draining, invalid
 from .state import ServerState
 from .strict_json import JSONError, loads
 
-_DISCARD_BYTES, _DISCARD_S = 64 << 20, 5.0
 _BODY_S = 60.0  # a body that trickles in holds a connection no longer than this
 
 
@@ -37,7 +40,6 @@ class Gate:
             self._check(scope)
         except ApiError as error:
             self.state.metrics.refused(error.code)
-            await discard(receive, dict(scope["headers"]))
             await error.response()(scope, receive, send)
             return
         self.state.active += 1
@@ -69,22 +71,6 @@ def _header(scope: Scope, name: bytes) -> bytes:
     return next((value for key, value in scope["headers"] if key == name), b"")
 
 
-async def discard(receive: Receive, headers: dict[bytes, bytes]) -> None:
-    """Reads a refused body away, up to a limit: a client that is still writing would not see the answer otherwise.
-    One that waits for "100 Continue" has not begun to write."""
-    if b"expect" in headers or not (b"content-length" in headers or b"transfer-encoding" in headers):
-        return
-    size, more = 0, True
-    try:
-        async with asyncio.timeout(_DISCARD_S):
-            while more and size < _DISCARD_BYTES:
-                message = await receive()
-                size += len(message.get("body", b""))
-                more = message.get("more_body", False)
-    except TimeoutError:
-        return
-
-
 class StrictRequest(Request):
     """A request whose body is JSON, not too large, and JSON by the standard."""
 
@@ -102,7 +88,6 @@ class StrictRequest(Request):
             raise invalid(str(error), "invalid_json") from None
 
     async def _read(self, limit: int) -> bytes:
-        headers = dict(self.scope["headers"])
         try:
             _check_kind(self.headers)
             length = self.headers.get("content-length", "")
@@ -112,9 +97,6 @@ class StrictRequest(Request):
                 return await self._collect(limit)
         except TimeoutError:
             raise ApiError(408, f"the body did not arrive within {_BODY_S:g} seconds", "body_timeout") from None
-        except ApiError:
-            await discard(self._receive, headers)
-            raise
 
     async def _collect(self, limit: int) -> bytes:
         data = bytearray()

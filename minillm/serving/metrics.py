@@ -136,6 +136,8 @@ class _State(Collector):
         yield self._gauge("kv_cache_usage_perc", "Share of cache blocks that sequences hold, 0 to 1.", used)
         yield self._counter("prefix_cache_queries", "Tokens asked for in the prefix cache.", stats.queried_tokens)
         yield self._counter("prefix_cache_hits", "Tokens found in the prefix cache.", stats.hit_tokens)
+        text = "Tokens of those found that were copied back from host memory."
+        yield self._counter("external_prefix_cache_hits", text, stats.host_hit_tokens)
         yield self._info(block_size=pool.block_size, num_gpu_blocks=pool.num_blocks)
 
     def _gauge(self, name: str, text: str, value: float) -> GaugeMetricFamily:

@@ -7,8 +7,9 @@ A reader that is slower than the engine gets fewer, longer events. Source: WHATW
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Any
 
 from starlette.responses import Response
@@ -24,6 +25,7 @@ from .strict_json import dumps
 from .translate import Job
 
 DONE = b"data: [DONE]\n\n"
+_LAST_WORD_S = 1.0
 _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
@@ -105,7 +107,9 @@ class EventStream(Response):
                 last = event(error.body)
             except ClientGone:
                 pass
-        await send({"type": "http.response.body", "body": last})
+        with suppress(TimeoutError):  # a reader whose socket is still full hears no last word
+            async with asyncio.timeout(_LAST_WORD_S):
+                await send({"type": "http.response.body", "body": last})
 
     async def _send(self, send: Send) -> None:
         """`send` waits while the client's socket is full, and only this request with it."""
