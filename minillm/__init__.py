@@ -1,3 +1,3 @@
 """minillm: LLM inference, built to be read."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -58,6 +58,8 @@ class SchedulerConfig:
                 f"without chunked prefill a step must take a whole prompt: max_num_batched_tokens is "
                 f"{self.max_num_batched_tokens}, make it at least max_model_len, {self.max_model_len}"
             )
+        if self.max_waiting is not None and self.max_waiting < 1:
+            raise EngineError(f"max_waiting is {self.max_waiting}; it must be at least 1, or None for no limit")
         if self.ttft_slo_s is not None and not self.ttft_slo_s > 0:
             raise EngineError(
                 f"ttft_slo_s is {self.ttft_slo_s}; give seconds above 0, or None to admit by memory alone"

@@ -50,7 +50,8 @@ def held_length(text: str, stops: Sequence[str]) -> int:
 
 
 class Emission(NamedTuple):
-    """Text that is certain; on the last step also why it ended: "stop" with the string or token id, or "length"."""
+    """Text that is certain; on the last step also why it ended: "stop", with the string or
+    the id of stop_token_ids that did it and None for the model's own end token, or "length"."""
 
     text: str
     finish_reason: str | None = None
@@ -97,11 +98,12 @@ class StopChecker:
         ends = self.stops_at(token_id)
         self.tokens += 1
         if ends:
-            self.finish_reason, self.stop_reason = "stop", token_id
+            named = token_id in self.params.stop_token_ids  # an end token has no reason but itself
+            self.finish_reason, self.stop_reason = "stop", token_id if named else None
             if not self.params.include_stop_str_in_output:
-                return Emission("", "stop", token_id)
+                return Emission("", "stop", self.stop_reason)
             self._held += text
-            return Emission(self._release(len(self._held)), "stop", token_id)
+            return Emission(self._release(len(self._held)), "stop", self.stop_reason)
         emitted = self._advance(text)
         if not self.finish_reason and self._limit is not None and self.tokens >= self._limit:
             self.finish_reason = "length"

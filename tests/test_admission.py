@@ -92,6 +92,11 @@ def test_the_prediction_is_that_of_the_running_engine(pair):
     assert measured / 4 < predicted < measured * 4
 
 
+def test_a_queue_takes_at_least_one():
+    with pytest.raises(EngineError, match="max_waiting is 0; it must be at least 1, or None for no limit"):
+        SchedulerConfig(max_waiting=0)
+
+
 def test_a_promise_has_a_length():
     with pytest.raises(EngineError, match="ttft_slo_s is 0; give seconds above 0"):
         SchedulerConfig(ttft_slo_s=0)

@@ -15,6 +15,7 @@ python -m minillm serve --port 9000 --max-num-seqs 32 --max-waiting 100
 python -m minillm serve --host 0.0.0.0 --api-key secret
 """
 KEY_VARIABLE = "MINILLM_API_KEY"
+MAX_WAITING = 1000  # a queue without an end only turns a refusal into a time-out
 
 # flag -> (type, metavar, help); the names are those of SchedulerConfig
 _ENGINE = {
@@ -27,7 +28,7 @@ _ENGINE = {
     "prefix-cache": (str, "NAME", "hash, radix or off (default: hash)"),
     "num-host-blocks": (int, "N", "blocks in host memory (default: 0)"),
     "host-reuse": (str, "NAME", "measured, always or never: whether prefixes come back from host memory"),
-    "max-waiting": (int, "N", "requests in the queue before further ones get 429 (default: no limit)"),
+    "max-waiting": (int, "N", f"requests in the queue before further ones get 429 (default: {MAX_WAITING})"),
     "ttft-slo": (float, "SECONDS", "refuse requests whose first token would come later than this"),
 }
 _FIELDS = {"ttft_slo": "ttft_slo_s"}
@@ -99,6 +100,7 @@ def _engine(args: argparse.Namespace):
 
     names = {flag: flag.replace("-", "_") for flag in _ENGINE}
     options = {_FIELDS.get(n, n): v for n in names.values() if (v := getattr(args, n)) is not None}
+    options.setdefault("max_waiting", MAX_WAITING)
     _check_options(options)
     model, tokenizer = common.load(args)
     return AsyncEngine(Engine(model, tokenizer, scheduler_config(model, args.kv_cache_bytes, options)))
