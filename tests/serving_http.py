@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 
 import httpx
@@ -90,14 +90,45 @@ def post(server, path: str, body, **headers) -> httpx.Response:
     return httpx.post(server.url + path, content=content, headers=headers, timeout=30)
 
 
+def address_of(server) -> tuple[str, int]:
+    host, port = server.url.removeprefix("http://").split(":")
+    return host, int(port)
+
+
+def connect(server, data: bytes = b"") -> socket.socket:
+    sock = socket.create_connection(address_of(server), timeout=10)
+    sock.sendall(data)
+    return sock
+
+
+def read_all(sock: socket.socket) -> bytes:
+    """Until the server closes, which it may do by a reset."""
+    data = b""
+    with suppress(ConnectionError):
+        while piece := sock.recv(1 << 16):
+            data += piece
+    return data
+
+
+def exchange(server, data: bytes, tries: int = 1, status: int | None = None) -> httpx.Response:
+    """Sends bytes as they are, and reads to the end of the connection. tries: until one is answered, with `status`."""
+    for _ in range(tries):
+        with connect(server, data) as sock:
+            head, _, body = read_all(sock).partition(b"\r\n\r\n")
+        if head and status in (None, int(head.split()[1])):
+            break
+        time.sleep(0.05)
+    first, *lines = head.decode("ascii").split("\r\n")
+    return httpx.Response(int(first.split()[1]), headers=[tuple(line.split(": ", 1)) for line in lines], content=body)
+
+
 def raw_request(server, body: dict, version: str = "1.1", receive_buffer: int | None = None) -> socket.socket:
     """A client without a library: the request is sent, nothing is read."""
-    host, port = server.url.removeprefix("http://").split(":")
     sock = socket.socket()
     if receive_buffer is not None:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
     sock.settimeout(10)
-    sock.connect((host, int(port)))
+    sock.connect(address_of(server))
     data = json.dumps(body).encode()
     head = f"POST /v1/completions HTTP/{version}\r\nHost: x\r\nContent-Type: application/json\r\n"
     sock.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)

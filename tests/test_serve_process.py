@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from minillm.cli import main
-from tests.serving_http import check_error, make_chat_model
+from tests.serving_http import check_error, connect, exchange, make_chat_model, raw_request
 
 LONG = {"prompt": [5, 6, 7], "max_tokens": 400, "ignore_eos": True, "seed": 1, "stream": True}
 
@@ -29,8 +29,10 @@ def folder(tmp_path_factory):
 
 
 @contextmanager
-def started(folder, *options, **environment):
-    command = [sys.executable, "-m", "minillm", "serve", "--model", str(folder), "--dtype", "float32", "--port", "0"]
+def started(folder, *options, files=None, **environment):
+    """files: how many it may have open."""
+    command = ["sh", "-c", f'ulimit -n {files} && exec "$@"', "sh"] if files else []
+    command += [sys.executable, "-m", "minillm", "serve", "--model", str(folder), "--dtype", "float32", "--port", "0"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
     process = subprocess.Popen(
         [*command, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
@@ -86,7 +88,7 @@ def test_the_drain_has_an_end_and_a_second_signal_is_one_too(folder):
         assert json.loads(last.removeprefix("data: "))["error"]["code"] == "draining"
         assert server.process.wait(20) == 0
     with started(folder) as server:
-        sockets = [_open(server.url) for _ in range(3)]
+        sockets = [raw_request(server, _endless()) for _ in range(3)]
         time.sleep(0.2)
         server.process.send_signal(signal.SIGTERM)
         time.sleep(0.1)
@@ -98,18 +100,27 @@ def test_the_drain_has_an_end_and_a_second_signal_is_one_too(folder):
             sock.close()
 
 
+def test_more_connections_than_file_descriptors(folder):
+    """None of them ever asks for anything. A new one is told why it is not heard; the drain does not wait for them."""
+    with started(folder, "--drain-timeout", "0.5", files=256) as server:
+        held = [connect(server, b"GET /health HTTP/1.1\r\nHo") for _ in range(300)]
+        refused = exchange(server, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n", tries=100)
+        check_error(refused, 503, "too_many_connections")
+        for sock in held[:250]:
+            sock.close()
+        assert exchange(server, b"GET /health HTTP/1.0\r\n\r\n", tries=100, status=200).json() == {"status": "ok"}
+        began = time.monotonic()
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(20) == 0
+        assert time.monotonic() - began < 8
+        assert server.process.stderr.read() == "", "the process ran out of file descriptors"
+        for sock in held:
+            sock.close()
+
+
 def _endless() -> dict:
     """More work than a drain of 0.3 s finishes."""
     return {**LONG, "n": 100, "max_tokens": 500}
-
-
-def _open(url: str) -> socket.socket:
-    host, port = url.removeprefix("http://").split(":")
-    sock = socket.create_connection((host, int(port)), timeout=10)
-    data = json.dumps(_endless()).encode()
-    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-    sock.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
-    return sock
 
 
 def test_a_taken_port_is_one_line_before_anything_is_loaded(capsys, monkeypatch):

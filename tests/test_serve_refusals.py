@@ -16,7 +16,7 @@ from minillm.sampling_params import SamplingParams
 from minillm.serving import strict_json
 from minillm.serving.protocol import ChatCompletionRequest, CompletionRequest
 from minillm.serving.settings import ServerSettings, ServingError
-from tests.serving_http import check_error, client_of, make_chat_model, post, serving
+from tests.serving_http import check_error, client_of, connect, exchange, make_chat_model, post, read_all, serving
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 USER = {"messages": [{"role": "user", "content": "a"}]}
@@ -305,6 +305,10 @@ RAW = {
     "no http": b"hello\r\n\r\n",
     "tls": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(200),
     "long head": b"GET / HTTP/1.1\r\nHost: x\r\nX: " + b"a" * 200_000,
+    "no host": b"GET /health HTTP/1.1\r\n\r\n",
+    "bad header": b"GET /health HTTP/1.1\r\nHost: x\r\n\xff\xfe: \x00\r\n\r\n",
+    "length of words": b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 5 5\r\n\r\n{}",
+    "unknown coding": b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: zip\r\n\r\n{}",
     "bad length": b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: -5\r\n\r\n",
     "two lengths": b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\n12345",
     "bad chunk": b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
@@ -313,12 +317,36 @@ RAW = {
 
 @pytest.mark.parametrize("data", RAW.values(), ids=RAW)
 def test_what_is_not_http(server, data):
-    host, port = server.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=10) as sock:
-        sock.sendall(data)
-        answer = sock.recv(4096)
-        assert answer.startswith(b"HTTP/1.1 4")
+    answer = exchange(server, data)
+    assert answer.headers["connection"] == "close"
+    error = check_error(answer, answer.status_code, "invalid_http")
+    assert answer.status_code in (400, 431, 501)
+    assert "not valid HTTP" in error["message"]
     assert httpx.get(server.url + "/health").status_code == 200
+
+
+def test_a_bad_chunk_in_an_answer_ends_it_alone(server):
+    """The answer has begun, so no other can be sent."""
+    body = json.dumps({"prompt": "a", "max_tokens": 400, "ignore_eos": True, "stream": True}).encode()
+    head = f"POST {TEXT} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer right\r\nContent-Type: application/json\r\n"
+    with connect(server) as sock:
+        sock.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        assert sock.recv(100).startswith(b"HTTP/1.1 200")
+        sock.sendall(b"no http at all\r\n\r\n")
+        read_all(sock)
+    assert httpx.get(server.url + "/health").status_code == 200
+
+
+@pytest.mark.parametrize(
+    "path", ["/health", "/metrics", "/v1/models", "/v1/models/tiny", "/v1/models/x", "/openapi.json", TEXT]
+)
+def test_head_is_get_without_the_body(server, path):
+    headers = {"authorization": "Bearer right"}
+    whole, head = (httpx.request(method, server.url + path, headers=headers) for method in ("GET", "HEAD"))
+    assert head.status_code == whole.status_code
+    assert head.headers["content-type"] == whole.headers["content-type"]
+    assert head.content == b""
+    assert exchange(server, f"HEAD {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode()).content == b""
 
 
 def test_half_a_request_and_goodbye(server):
@@ -389,7 +417,8 @@ def test_every_sampling_parameter_can_be_asked_for():
 @pytest.mark.parametrize(
     "options",
     [{"port": -1}, {"port": 65536}, {"max_body_bytes": 0}, {"max_prompt_tokens": 0}, {"request_timeout_s": 0},
-     {"request_timeout_s": float("nan")}, {"drain_timeout_s": -1}, {"api_keys": ("",)}, {"api_keys": (" a",)},
+     {"request_timeout_s": float("nan")}, {"max_connections": 0}, {"head_timeout_s": 0}, {"drain_timeout_s": -1},
+     {"api_keys": ("",)}, {"api_keys": (" a",)},
      {"model_name": ""}],
     ids=str,
 )  # fmt: skip

@@ -65,6 +65,10 @@ def _add_server_options(group) -> None:
     group.add_argument("--max-body-bytes", type=int, default=1 << 20, metavar="N", help="default: 1 MiB")
     group.add_argument("--max-prompt-tokens", type=int, metavar="N", help="default: as many as the engine holds")
     group.add_argument(
+        "--max-connections", type=int, default=4096, metavar="N",
+        help="held at once, and fewer if ulimit -n leaves room for fewer (default: 4096)",
+    )  # fmt: skip
+    group.add_argument(
         "--request-timeout", type=float, default=600.0, metavar="SECONDS", help="0 for none (default: 600)"
     )
     group.add_argument(
@@ -85,6 +89,7 @@ def run(args: argparse.Namespace) -> int:
         api_keys=keys,
         max_body_bytes=args.max_body_bytes,
         max_prompt_tokens=args.max_prompt_tokens,
+        max_connections=args.max_connections,
         request_timeout_s=args.request_timeout or None,
         drain_timeout_s=args.drain_timeout,
     )

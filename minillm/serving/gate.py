@@ -32,6 +32,8 @@ class Gate:
         self._keys = [_digest(key.encode()) for key in state.settings.api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope.get("method") == "HEAD":
+            scope = {**scope, "method": "GET"}  # the same answer; uvicorn, whose scope is its own, leaves the body out
         if scope["type"] != "http" or not scope["path"].startswith("/v1"):
             await self.app(scope, receive, send)
             return

@@ -15,16 +15,19 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import uvicorn
 
 from ..async_engine import AsyncEngine
 from ..engine import LLM, Engine
 from .app import create_app
+from .connection import ACCEPTS, Connection, most_connections
 from .settings import ServerSettings, ServingError
 from .state import ServerState
 
 _LINGER_S = 2.0  # for the last bytes to leave
+_BACKLOG = 1024  # connections that wait to be accepted
 
 
 class _Uvicorn(uvicorn.Server):
@@ -68,7 +71,12 @@ class Server:
         self._uvicorn = _Uvicorn(
             uvicorn.Config(
                 app,
-                http="h11",
+                http=partial(
+                    Connection,
+                    limit=most_connections(settings.max_connections),
+                    head_timeout_s=settings.head_timeout_s,
+                    count=self.state.metrics.refused,
+                ),
                 ws="none",
                 loop="asyncio",
                 lifespan="off",
@@ -76,6 +84,7 @@ class Server:
                 log_level="error",
                 access_log=False,
                 server_header=False,
+                backlog=ACCEPTS,
                 timeout_graceful_shutdown=int(_LINGER_S),
             )
         )
@@ -84,13 +93,15 @@ class Server:
     async def serve(self, sock: socket.socket, on_started: Callable[[], None]) -> None:
         """Until `begin_drain` was called and has come to its end. Raises ServingError if the port cannot be had."""
         try:
-            sock.listen(self._uvicorn.config.backlog)
+            sock.listen(_BACKLOG)
         except OSError as error:
             raise ServingError(f"cannot listen at {url_of(sock)}: {error.strerror}; choose another port") from None
         running = asyncio.create_task(self._uvicorn.serve([sock]))
         try:
             while not self._uvicorn.started and not running.done():
                 await asyncio.sleep(0.005)
+            with contextlib.suppress(OSError):  # it may have stopped already
+                sock.listen(_BACKLOG)  # asyncio has set it to what it accepts in one turn
             on_started()
             await running
         finally:
