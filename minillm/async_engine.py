@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from .engine import Engine, Prompt
-from .errors import EngineError
+from .errors import EngineError, RequestError
 from .outputs import RequestOutput
 from .sampling import SamplingParams
 
@@ -51,7 +51,7 @@ class AsyncEngine:
         self._mailboxes: dict[str, _Mailbox] = {}
         self._wake, self._stopping = threading.Event(), False
         self._closing, self._closed = threading.Lock(), False
-        self.failure: Exception | None = None
+        self.failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -65,6 +65,8 @@ class AsyncEngine:
         arrival_time: float | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Yields the request as it grows, the finished one last. Raises RequestError if it cannot be served."""
+        if not isinstance(request_id, str):
+            raise RequestError(f"the request id is a {type(request_id).__name__}; give a str")
         mailbox = _Mailbox(asyncio.get_running_loop())
         arguments = (request_id, prompt, sampling_params, priority, extra_keys, arrival_time)
         self._do(lambda: self._add(mailbox, arguments))
@@ -81,6 +83,8 @@ class AsyncEngine:
 
     async def abort(self, request_id: str) -> None:
         """Ends a request; its reader gets a last output with finish_reason "abort". An unknown id is passed over."""
+        if not isinstance(request_id, str):
+            raise RequestError(f"the request id is a {type(request_id).__name__}; give a str")
         self._do(lambda: self._abort(request_id, self._mailboxes.get(request_id)))
 
     def shutdown(self) -> None:
@@ -91,7 +95,8 @@ class AsyncEngine:
 
     @property
     def is_running(self) -> bool:
-        return self._thread.is_alive()
+        """Does it still take requests?"""
+        return self._thread.is_alive() and not self._closed
 
     def _do(self, command: Callable[[], None]) -> None:
         with self._closing:
@@ -111,7 +116,7 @@ class AsyncEngine:
                     self._deliver(self.engine.step())
                 elif not self._stopping:
                     self._wake.wait()
-        except Exception as error:  # a fault of the engine's own: nobody may wait for ever
+        except BaseException as error:  # a fault of the engine's own: nobody may wait for ever
             self.failure = error
         with self._closing:  # from here on nobody can leave a command
             self._closed = True

@@ -85,11 +85,13 @@ class Scheduler:
             raise QueueFullError(f"{len(self.waiting)} requests are waiting, which is the limit; try again later")
 
     def queued_before(self, request: Request) -> tuple[int, int]:
-        """(prompt tokens to compute up to the end of this request's, requests waiting before it). Cached ones count
-        as if they had to be computed, since what they will find is known only when they start."""
+        """(prompt tokens to compute up to the end of this request's, admissions up to its own; 0 if it could start with
+        the next step). Cached tokens count as if computed, since what it will find is known only when it starts."""
         ahead = [r for r in self.waiting if r.order < self._order(request)]
         running = sum(max(0, r.num_tokens - r.num_computed - 1) for r in self.running)
-        return running + sum(r.num_tokens - r.num_computed for r in ahead) + request.num_tokens, len(ahead)
+        tokens = running + sum(r.num_tokens - r.num_computed for r in ahead) + request.num_tokens
+        full = sum(r.width for r in self.running) + request.width > self.config.max_num_seqs
+        return tokens, len(ahead) + bool(ahead or full)
 
     def _order(self, request: Request) -> tuple[int, int, int]:
         places = request.priority * self.config.priority_places if self.config.policy == "priority" else 0
@@ -311,6 +313,11 @@ class Scheduler:
                 request.host_blocks, request.num_computed = None, 0
         return [part.request for part in output.scheduled]
 
+    def reset_prefix_cache(self) -> None:
+        """Forgets what is cached on the device and in host memory."""
+        self.prefix_cache.clear()
+        self.host.cache.clear()
+
     def _publish(self, request: Request) -> None:
         full = request.num_computed // self.pool.block_size
         self.prefix_cache.publish(request.prefix, request.token_ids, request.block_ids, request.num_published, full)
@@ -326,7 +333,7 @@ class Scheduler:
             fallen.append(table[index])
             table[index] = NULL
         if fallen:
-            self.pool.release(fallen, request.label)
+            self.pool.release(fallen[::-1], request.label)
 
     def _fork(self, request: Request) -> list[Request]:
         width, request.width = request.width, 1

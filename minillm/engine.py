@@ -1,4 +1,4 @@
-"""Schedule, run, sample, append: one step of many requests. `Engine` has the loop, `LLM` is the user's front door.
+"""Schedule, run, sample, append: one step of many requests. The loop around it is in llm.py and async_engine.py.
 
 Names and meanings are vLLM's. A request's answer is the one that generate.py gives it alone, token for token.
 """
@@ -6,14 +6,11 @@ Names and meanings are vLLM's. A request's answer is the one that generate.py gi
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import count
-from pathlib import Path
 
 import torch
 
-from . import checkpoint
 from .batching import Scheduler, SchedulerConfig
 from .errors import EngineError, OverloadedError, RequestError
 from .events import EventLog
@@ -21,7 +18,7 @@ from .generate import encode_prompt
 from .outputs import RequestMetrics, RequestOutput
 from .request import Request
 from .request_group import RequestGroup, SequenceText
-from .runner import ModelRunner, cache_dtype
+from .runner import ModelRunner
 from .sampling import SamplingError, SamplingParams, SamplingState, sample
 from .step_plan import Scheduled, SchedulerOutput
 from .stopping import StopChecker
@@ -52,17 +49,26 @@ class Engine:
         only = next(iter(windows)) if len(windows) == 1 else None  # a full layer still needs what a window dropped
         config = replace(config, max_model_len=min(config.max_model_len, context), sliding_window=only)
         self.model, self.tokenizer, self.config = model, tokenizer, config
-        self.scheduler = Scheduler(config, events)
+        try:
+            self.runner = ModelRunner(
+                model, config.num_blocks, config.block_size, config.num_host_blocks, batch_invariant, kv_cache_dtype,
+                config.max_num_batched_tokens,
+            )  # fmt: skip
+            self.scheduler = Scheduler(config, events)
+        except (MemoryError, RuntimeError):
+            raise EngineError(
+                f"{config.num_blocks} blocks of {config.block_size} tokens and {config.num_host_blocks} in host memory "
+                "do not fit into memory; lower num_blocks, num_host_blocks or kv_cache_bytes"
+            ) from None
         self.events = self.scheduler.events
-        self.runner = ModelRunner(
-            model, config.num_blocks, config.block_size, config.num_host_blocks, batch_invariant, kv_cache_dtype
-        )
         self.pace = self.runner.pace
         if config.host_reuse == "measured":
             self.scheduler.host.pays = self.pace.reload_pays
         self.vocab_size = min(model.config.vocab_size, tokenizer.vocab_size)
         self._groups: dict[str, RequestGroup] = {}
         self._sequences: dict[Request, tuple[RequestGroup, SequenceText]] = {}
+        self._due: list[RequestOutput] = []  # of a step that was interrupted
+        self._fault: BaseException | None = None
 
     def add_request(
         self,
@@ -79,10 +85,15 @@ class Engine:
         Raises RequestError, with the reason, for what can never be served, QueueFullError for what cannot be now, and
         OverloadedError for what would come later than `ttft_slo_s`; nothing of it stays.
         """
+        if not isinstance(request_id, str):
+            raise RequestError(f"the request id is a {type(request_id).__name__}; give a str")
         if request_id in self._groups:
             raise RequestError(f"request id {request_id!r} is in use; give each request its own")
         text, ids = self._encode(prompt)
-        params = (params or SamplingParams()).seeded()
+        params = SamplingParams() if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"the parameters are a {type(params).__name__}; give SamplingParams")
+        params = params.seeded()
         params.validate(self.vocab_size)
         request = Request(request_id, ids, params, priority, extra_keys)
         self._promise(request)
@@ -96,8 +107,7 @@ class Engine:
         slo = self.config.ttft_slo_s
         if slo is None or not self.scheduler.has_unfinished_requests():
             return
-        tokens, ahead = self.scheduler.queued_before(request)
-        predicted = self.pace.predicted_ttft(tokens, ahead)
+        predicted = self.pace.predicted_ttft(*self.scheduler.queued_before(request), len(self.scheduler.running))
         if predicted > slo:
             self.events.append("refused", request.label, predicted_ttft_s=predicted)
             raise OverloadedError(
@@ -107,7 +117,8 @@ class Engine:
 
     def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         if isinstance(prompt, Mapping):
-            prompt = prompt.get("prompt_token_ids") or prompt.get("prompt") or ""
+            ids = prompt.get("prompt_token_ids")
+            prompt = prompt.get("prompt", "") if ids is None else ids
         if not isinstance(prompt, str | Sequence):
             raise RequestError(f"the prompt is a {type(prompt).__name__}; give text or a list of token ids")
         return prompt if isinstance(prompt, str) else None, encode_prompt(self.model, self.tokenizer, prompt)
@@ -122,7 +133,18 @@ class Engine:
         return sequence
 
     def has_unfinished_requests(self) -> bool:
-        return bool(self._groups)
+        return bool(self._groups or self._due)
+
+    def knows(self, request_id: str) -> bool:
+        """Is it under way?"""
+        return request_id in self._groups
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets every cached prefix, on the device and in host memory: the weights changed, or a test wants to start
+        cold. Raises EngineError while requests run, whose blocks are of the old kind."""
+        if self._groups:
+            raise EngineError(f"{len(self._groups)} requests are under way; wait for them, or abort them first")
+        self.scheduler.reset_prefix_cache()
 
     def abort_request(self, request_id: str | Iterable[str]) -> list[RequestOutput]:
         """Ends requests at any moment and frees their blocks. Returns their last outputs; passes over unknown ids."""
@@ -137,6 +159,8 @@ class Engine:
             if sequence.finish_reason is None:
                 sequence.release_text()
                 self._finish(sequence, reason)
+        for request in [r for r in self.scheduler.requests() if r.request_id == group.request_id]:
+            self.scheduler.finish(request, reason)  # made by a fork that nobody heard of any more
         group.first.width = 1
         return self._emit(group)
 
@@ -156,31 +180,54 @@ class Engine:
         """One step. Returns the requests that got a token or ended in it.
 
         A request whose logits cannot be sampled from ends with an error and the others go on. If the model itself
-        fails, all requests of the step do, since none can be singled out.
+        fails, all requests of the step do, since none can be singled out. So do they when the step is interrupted
+        (Ctrl-C), and their outputs come with the next step: what a step wrote can be relied on whole or not at all.
         """
+        if self._fault is not None:
+            raise EngineError(
+                "a step was interrupted while it was planned or undone; make a new engine"
+            ) from self._fault
+        due, self._due = self._due, []
         if not self.scheduler.has_unfinished_requests():
-            return []
-        started = time.perf_counter()
-        output = self.scheduler.schedule()
+            return due
         try:
-            logits = self.runner.run(output)
-        except Exception as error:
-            return self._fail(output, error)
+            output = self.scheduler.schedule()
+        except BaseException as error:
+            self._fault = error
+            raise
+        try:
+            return due + self._compute(output)
+        except BaseException as error:
+            self._due = due + self._fail(output, error)
+            if not isinstance(error, Exception):
+                raise
+        due, self._due = self._due, []
+        return due
+
+    def _compute(self, output: SchedulerOutput) -> list[RequestOutput]:
+        started = time.perf_counter()
+        logits = self.runner.run(output)
         sampling = self.scheduler.update(output)
         self._observe(output, time.perf_counter() - started)
-        self._note_first(output)
-        if not sampling:
-            return []
-        touched = self._append(*self._sample(logits, sampling))
+        self._note_first(output, started)
+        touched = self._append(*self._sample(logits, sampling)) if sampling else ()
         return [self._emit(group) for group in touched]
 
-    def _fail(self, output: SchedulerOutput, error: Exception) -> list[RequestOutput]:
-        ids = dict.fromkeys(request.request_id for request in self.scheduler.discard(output))
-        message = f"the model failed in this step: {type(error).__name__}: {error}"
-        return [self._end(self._groups[i], "error", message) for i in ids]
+    def _fail(self, output: SchedulerOutput, error: BaseException) -> list[RequestOutput]:
+        """Ends the requests of a step that did not come to its end."""
+        what = "the model failed in this step" if isinstance(error, Exception) else "this step was interrupted"
+        message = f"{what}: {type(error).__name__}: {error}".rstrip(": ")
+        try:
+            ids = dict.fromkeys(request.request_id for request in self.scheduler.discard(output))
+            ended = [self._end(self._groups[i], "error", message) for i in ids if i in self._groups]
+            self.scheduler.check()
+        except BaseException as fault:
+            self._fault = fault
+            raise
+        return ended
 
     def _observe(self, output: SchedulerOutput, seconds: float) -> None:
-        self.pace.observe_step(seconds, output.prefill_tokens)
+        self.pace.observe_step(seconds, output.num_tokens)
         admitted = sum(self._is_first(part) for part in output.scheduled)
         self.pace.observe_admissions(seconds, admitted, len(self.scheduler.waiting))
 
@@ -189,11 +236,11 @@ class Engine:
         """Is this the first step of the request?"""
         return part.request.num_preemptions == 0 and part.start == (part.request.num_cached or 0)
 
-    def _note_first(self, output: SchedulerOutput) -> None:
+    def _note_first(self, output: SchedulerOutput, started: float) -> None:
         for part in output.scheduled:
             if self._is_first(part):
                 metrics = self._groups[part.request.request_id].metrics
-                metrics.first_scheduled_time = metrics.first_scheduled_time or time.perf_counter()
+                metrics.first_scheduled_time = metrics.first_scheduled_time or started
 
     def _sample(self, logits: torch.Tensor, sampling: list[tuple[int, Request]]):
         """(requests with their tokens, requests with the error that they met)."""
@@ -236,123 +283,3 @@ class Engine:
         """The scheduler made this sequence out of the request's first."""
         group = self._groups[request.request_id]
         return group, self._follow(group, request)
-
-
-class LLM:
-    """Offline inference: `LLM().generate(prompts, SamplingParams(...))`.
-
-    model is a loaded Transformer (then tokenizer is needed), a path or hub name, or None for the default model.
-    Memory for the cache is `num_blocks` blocks, or as many as `kv_cache_bytes` hold, and no more than `max_num_seqs`
-    sequences of `max_model_len` can use. Further keywords are those of SchedulerConfig.
-    """
-
-    def __init__(
-        self,
-        model: Transformer | str | Path | None = None,
-        tokenizer: Tokenizer | None = None,
-        dtype: str = "auto",
-        kv_cache_bytes: int = 1 << 30,
-        enable_prefix_caching: bool = True,
-        batch_invariant: bool = False,
-        kv_cache_dtype: str = "auto",
-        device: str = "cpu",
-        **options,
-    ) -> None:
-        if not isinstance(model, Transformer):
-            model, found = checkpoint.load(model, dtype, device)
-            tokenizer = tokenizer or found
-        if tokenizer is None:
-            raise EngineError("a loaded model was given without its tokenizer; pass both, or a path")
-        if not enable_prefix_caching:
-            options["prefix_cache"] = "off"
-        config = scheduler_config(model, kv_cache_bytes, options, kv_cache_dtype)
-        self.engine = Engine(model, tokenizer, config, batch_invariant, kv_cache_dtype=kv_cache_dtype)
-        self._ids = count()
-
-    def get_tokenizer(self) -> Tokenizer:
-        return self.engine.tokenizer
-
-    def generate(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        priority: Sequence[int] | None = None,
-    ) -> list[RequestOutput]:
-        """The finished requests, in the order of the prompts. A list of ints is one prompt of token ids.
-
-        Raises RequestError, before anything runs, if one of them can never be served.
-        """
-        ids = self._add(prompts, sampling_params, priority)
-        done = {output.request_id: output for output in self._run(ids) if output.finished}
-        return [done[i] for i in ids]
-
-    def stream(self, prompts, sampling_params=None, priority=None) -> Iterator[RequestOutput]:
-        """Outputs as they grow, of all prompts mixed; `outputs[i].text_from(n)` is what is new since n tokens."""
-        return self._run(self._add(prompts, sampling_params, priority))
-
-    def chat(
-        self,
-        messages: Sequence[Mapping] | Sequence[Sequence[Mapping]],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        **variables,
-    ) -> list[RequestOutput]:
-        """As generate, of one conversation or several, through the model's own template."""
-        several = [messages] if isinstance(messages[0], Mapping) else messages
-        encode = self.engine.tokenizer.encode_chat
-        return self.generate([encode(m, **variables) for m in several], sampling_params)
-
-    def _add(self, prompts, sampling_params, priority) -> list[str]:
-        prompts = _prompt_list(prompts)
-        params = sampling_params if isinstance(sampling_params, Sequence) else [sampling_params] * len(prompts)
-        priority = [0] * len(prompts) if priority is None else priority
-        if not len(prompts) == len(params) == len(priority):
-            raise RequestError(
-                f"{len(prompts)} prompts, {len(params)} sampling_params and {len(priority)} priorities: give one each"
-            )
-        ids = []
-        try:
-            for prompt, p, level in zip(prompts, params, priority, strict=True):
-                name = str(next(self._ids))
-                self.engine.add_request(name, prompt, p, level)
-                ids.append(name)
-        except BaseException:
-            self.engine.abort_request(ids)
-            raise
-        return ids
-
-    def _run(self, ids: Sequence[str]) -> Iterator[RequestOutput]:
-        left = set(ids)
-        try:
-            while left:
-                for output in self.engine.step():
-                    if output.request_id in left:
-                        left -= {output.request_id} if output.finished else set()
-                        yield output
-        finally:
-            self.engine.abort_request(left)  # the caller stopped reading
-
-
-def _prompt_list(prompts) -> list[Prompt]:
-    """One prompt becomes a list of one."""
-    if isinstance(prompts, str | Mapping):
-        return [prompts]
-    prompts = list(prompts)
-    return [prompts] if prompts and all(isinstance(i, int) for i in prompts) else prompts
-
-
-def scheduler_config(
-    model: Transformer, kv_cache_bytes: int, options: Mapping, kv_cache_dtype: str = "auto"
-) -> SchedulerConfig:
-    """Settings with `num_blocks` filled in from the memory, where it is not given."""
-    try:
-        config = SchedulerConfig(**options)
-    except TypeError as error:
-        raise EngineError(f"{error}; the options are the fields of SchedulerConfig") from None
-    if "num_blocks" in options:
-        return config
-    c = model.config
-    values = 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * config.block_size
-    size = values * cache_dtype(model, kv_cache_dtype).itemsize
-    longest = min(config.max_model_len, c.max_position_embeddings)
-    useful = config.max_num_seqs * -(-longest // config.block_size)
-    return replace(config, num_blocks=1 + max(1, min(useful, kv_cache_bytes // size)))

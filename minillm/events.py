@@ -27,6 +27,7 @@ A request is named by its id; of n sequences the further ones are "id/1", "id/2"
 from __future__ import annotations
 
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -43,7 +44,10 @@ class Event(NamedTuple):
 
 
 class EventLog:
-    """Keeps the newest `keep` events (None: all of them, 0: none) and hands each to the listeners as it happens."""
+    """Keeps the newest `keep` events (None: all of them, 0: none) and hands each to the listeners as it happens.
+
+    A listener only watches: one that raises is taken off, with a warning, and the engine goes on.
+    """
 
     def __init__(self, keep: int | None = 20_000, clock: Callable[[], float] = time.perf_counter) -> None:
         self.step, self.clock = 0, clock
@@ -53,8 +57,12 @@ class EventLog:
     def append(self, kind: str, request: str | None = None, **data: Any) -> None:
         event = Event(self.step, self.clock(), kind, request, data)
         self._events.append(event)
-        for listener in self.listeners:
-            listener(event)
+        for listener in tuple(self.listeners):
+            try:
+                listener(event)
+            except Exception as error:
+                self.listeners.remove(listener)
+                warnings.warn(f"a listener of the event log failed and was taken off: {error!r}", stacklevel=2)
 
     def of(self, *kinds: str, request: str | None = None) -> list[Event]:
         """The kept events of these kinds (all kinds if none is named), of one request or of all."""

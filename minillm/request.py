@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
+from numbers import Integral
 
+from .errors import RequestError, short
 from .prefix_cache import Prefix
 from .sampling_params import SamplingParams
 
@@ -45,6 +47,8 @@ class Request:
         priority: int = 0,
         extra_keys: Sequence[tuple] = (),
     ) -> None:
+        if isinstance(priority, bool) or not isinstance(priority, Integral):
+            raise RequestError(f"priority is {short(repr(priority))}; it must be a whole number, lower runs first")
         self.request_id, self.params, self.priority = request_id, params or SamplingParams(), priority
         self.prompt_token_ids, self.output_token_ids = list(prompt_token_ids), []
         self.prefix = Prefix.of(extra_keys)

@@ -45,12 +45,13 @@ class ModelRunner:
         num_host_blocks: int = 0,
         batch_invariant: bool = False,
         kv_cache_dtype: str = "auto",
+        budget: int = 512,
     ) -> None:
         self.model, self.block_size, self.batch_invariant = model, block_size, batch_invariant
         dtype = cache_dtype(model, kv_cache_dtype)
         self.cache = PagedCache(model.config, num_blocks, block_size, dtype, model.device)
         self.host = PagedCache(model.config, num_host_blocks, block_size, dtype) if num_host_blocks else None
-        self.pace = Pace(block_size)
+        self.pace = Pace(block_size, budget)
         if self.host is not None:
             self._time_a_copy()
 

@@ -98,6 +98,8 @@ class SamplingParams:
         for name, ids in (("logit_bias", [i for i, _ in self.logit_bias]), ("stop_token_ids", self.stop_token_ids)):
             if outside := [i for i in ids if i >= vocab_size]:
                 raise _refused(f"{name} id", outside[0], f"below the vocabulary size, {vocab_size}")
+        if self.min_tokens and len(set(self.stop_token_ids)) >= vocab_size:
+            raise _refused("min_tokens", self.min_tokens, "0 where every token of the vocabulary is a stop token")
 
 
 def _refused(name: str, value: Any, wanted: str) -> RequestError:

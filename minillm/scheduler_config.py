@@ -2,9 +2,38 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from numbers import Integral, Real
 
-from .errors import EngineError
+from .block_pool import EVICTION
+from .errors import EngineError, short
+from .prefix_cache import PREFIX_CACHES
+
+MOST = (1 << 31) - 1  # block tables are int32
+_ABOVE_0 = 1e-9
+_RANGES = {  # name -> (kind, least, most)
+    "num_blocks": (Integral, 2, MOST),
+    "block_size": (Integral, 1, MOST),
+    "max_num_seqs": (Integral, 1, MOST),
+    "max_num_batched_tokens": (Integral, 1, MOST),
+    "max_model_len": (Integral, 1, MOST),
+    "long_prefill_token_threshold": (Integral, 0, MOST),
+    "priority_places": (Integral, 1, MOST),
+    "num_host_blocks": (Integral, 0, MOST),
+    "watermark": (Real, 0, 1),
+    "max_waiting": (Integral, 1, MOST),
+    "ttft_slo_s": (Real, _ABOVE_0, math.inf),
+    "sliding_window": (Integral, 1, MOST),
+}
+_OPTIONAL = ("max_waiting", "ttft_slo_s", "sliding_window")
+_CHOICES = {
+    "policy": ("fcfs", "priority"),
+    "preemption": ("recompute", "swap"),
+    "host_reuse": ("measured", "always", "never"),
+    "prefix_cache": PREFIX_CACHES,
+    "eviction": EVICTION,
+}
 
 
 @dataclass(frozen=True)
@@ -42,27 +71,30 @@ class SchedulerConfig:
     sliding_window: int | None = None  # of a model all of whose layers slide: blocks that fell out are released
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "priority_places"):
-            if getattr(self, name) < 1:
-                raise EngineError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        choices_of = {
-            "policy": ("fcfs", "priority"),
-            "preemption": ("recompute", "swap"),
-            "host_reuse": ("measured", "always", "never"),
-        }
-        for name, choices in choices_of.items():
+        for name, (kind, least, most) in _RANGES.items():
+            self._check(name, kind, least, most)
+        for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise EngineError(f"{name} is {getattr(self, name)!r}; choose one of {', '.join(choices)}")
+        for name in ("enable_chunked_prefill", "continuous_batching"):
+            if not isinstance(getattr(self, name), bool):
+                raise EngineError(f"{name} is {getattr(self, name)!r}; it must be True or False")
         if not self.enable_chunked_prefill and self.max_num_batched_tokens < self.max_model_len:
             raise EngineError(
                 f"without chunked prefill a step must take a whole prompt: max_num_batched_tokens is "
                 f"{self.max_num_batched_tokens}, make it at least max_model_len, {self.max_model_len}"
             )
-        if self.max_waiting is not None and self.max_waiting < 1:
-            raise EngineError(f"max_waiting is {self.max_waiting}; it must be at least 1, or None for no limit")
-        if self.ttft_slo_s is not None and not self.ttft_slo_s > 0:
-            raise EngineError(
-                f"ttft_slo_s is {self.ttft_slo_s}; give seconds above 0, or None to admit by memory alone"
-            )
         if self.preemption == "swap" and self.num_host_blocks < 2:
             raise EngineError("preemption by swap needs host memory; set num_host_blocks, or preemption to 'recompute'")
+
+    def _check(self, name: str, kind: type, least: float, most: float) -> None:
+        value = getattr(self, name)
+        if value is None and name in _OPTIONAL:
+            return
+        number = isinstance(value, kind) and not isinstance(value, bool) and math.isfinite(value)
+        if not number or not least <= value <= most:
+            wanted = "a whole number" if kind is Integral else "a number"
+            limit = f"of at least {least:g}" if most in (MOST, math.inf) else f"from {least:g} to {most:g}"
+            limit = "above 0" if least == _ABOVE_0 else limit
+            none = ", or None" if name in _OPTIONAL else ""
+            raise EngineError(f"{name} is {short(repr(value))}; it must be {wanted} {limit}{none}")

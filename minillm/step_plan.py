@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from .block_pool import BlockError
 from .request import Request
 
 
@@ -53,6 +54,8 @@ class Plan:
         self.preempted: list[Request] = []
 
     def add(self, part: Scheduled) -> None:
+        if part.count < 1:
+            raise BlockError(f"{part.request} has nothing to compute and is scheduled")
         self.parts[part.request] = part
         self.budget -= part.count
 

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minillm.engine import LLM
 from minillm.errors import EngineError, RequestError
+from minillm.llm import LLM
 from minillm.sampling import SamplingParams
 from tests.serving import alone, answers, expected, make_engine, make_tiny, run
 

@@ -150,13 +150,14 @@ def test_an_answer_is_the_same_from_host_memory(tmp_path_factory, batch_invarian
 
 
 def test_reload_pays_when_copying_is_faster():
-    """16 tokens a block, 1 ms a copy: a token costs 62.5 µs to copy."""
-    pace = Pace(16)
+    """16 tokens a block, 1 ms a copy: 62.5 µs a token. Computing costs a full step's price, here 100 tokens a step."""
+    pace = Pace(16, budget=100)
     assert pace.reload_pays(100)  # nothing measured
     pace.copy.observe(0.001, 1)
-    pace.observe_step(0.0062, 100)  # 62 µs a token to compute
+    pace.observe_step(0.0062, 100)  # 62 µs a token
     assert not pace.reload_pays(100)
-    pace.observe_step(0.0068, 100)  # (62 · 0.95 + 68) / 1.95 = 65.1 µs
+    for _ in range(5):
+        pace.observe_step(0.0066, 100)  # (62 · 0.77 + 66 · 4.52) / 5.3 = 65.4 µs
     assert pace.reload_pays(100)
 
 

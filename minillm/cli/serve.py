@@ -101,7 +101,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _engine(args: argparse.Namespace):
     from ..async_engine import AsyncEngine
-    from ..engine import Engine, scheduler_config
+    from ..engine import Engine
+    from ..llm import scheduler_config
 
     names = {flag: flag.replace("-", "_") for flag in _ENGINE}
     options = {_FIELDS.get(n, n): v for n in names.values() if (v := getattr(args, n)) is not None}

@@ -13,8 +13,9 @@ from typing import Any
 
 from ..allocators import ContiguousAllocator
 from ..batching import Scheduler
-from ..engine import Engine, scheduler_config
+from ..engine import Engine
 from ..errors import EngineError
+from ..llm import scheduler_config
 from ..request import Request
 from ..sampling_params import SamplingParams
 from ..scheduler_config import SchedulerConfig

@@ -20,7 +20,8 @@ from functools import partial
 import uvicorn
 
 from ..async_engine import AsyncEngine
-from ..engine import LLM, Engine
+from ..engine import Engine
+from ..llm import LLM
 from .app import create_app
 from .connection import ACCEPTS, Connection, most_connections
 from .settings import ServerSettings, ServingError

@@ -43,10 +43,8 @@ def latency_cdfs(results: LoadResult | Mapping[str, LoadResult], title: str = "W
             ax.xaxis.set_major_formatter(lambda value, _: number(value))
         axes[0].set_ylabel("share of requests")
         if len(named) > 1:
-            axes[-1].legend(
-                handles=[Line2D([], [], color=(BLUE, ORANGE, GREEN, SKY)[i % 4], label=n) for i, n in enumerate(named)],
-                loc="lower right",
-            )
+            lines = [Line2D([], [], color=(BLUE, ORANGE, GREEN, SKY)[i % 4], label=n) for i, n in enumerate(named)]
+            fig.legend(handles=lines, loc="outside lower center", ncols=len(lines))
     return fig
 
 

@@ -1,0 +1,163 @@
+"""`LLM`, the front door: prompts in, finished requests out. Names and meanings are vLLM's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+
+from . import checkpoint
+from .engine import Engine, Prompt
+from .errors import EngineError, RequestError
+from .outputs import RequestOutput
+from .runner import cache_dtype
+from .sampling_params import SamplingParams
+from .scheduler_config import SchedulerConfig
+from .tokenizer import Tokenizer
+from .transformer import Transformer
+
+
+class LLM:
+    """Offline inference: `LLM().generate(prompts, SamplingParams(...))`.
+
+    model is a loaded Transformer (then tokenizer is needed), a path or hub name, or None for the default model.
+    Memory for the cache is `num_blocks` blocks, or as many as `kv_cache_bytes` hold, and no more than `max_num_seqs`
+    sequences of `max_model_len` can use. Further keywords are those of SchedulerConfig.
+    """
+
+    def __init__(
+        self,
+        model: Transformer | str | Path | None = None,
+        tokenizer: Tokenizer | None = None,
+        dtype: str = "auto",
+        kv_cache_bytes: int = 1 << 30,
+        enable_prefix_caching: bool = True,
+        batch_invariant: bool = False,
+        kv_cache_dtype: str = "auto",
+        device: str = "cpu",
+        **options,
+    ) -> None:
+        if not isinstance(model, Transformer):
+            model, found = checkpoint.load(model, dtype, device)
+            tokenizer = tokenizer or found
+        if tokenizer is None:
+            raise EngineError("a loaded model was given without its tokenizer; pass both, or a path")
+        if not enable_prefix_caching:
+            options["prefix_cache"] = "off"
+        config = scheduler_config(model, kv_cache_bytes, options, kv_cache_dtype)
+        self.engine = Engine(model, tokenizer, config, batch_invariant, kv_cache_dtype=kv_cache_dtype)
+        self._ids = count()
+        self._newest: dict[str, RequestOutput | None] = {}  # of every request that some call is waiting for
+
+    def get_tokenizer(self) -> Tokenizer:
+        return self.engine.tokenizer
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """The finished requests, in the order of the prompts. A list of ints is one prompt of token ids.
+
+        Raises RequestError, before anything runs, if one of them can never be served.
+        """
+        ids = self._add(prompts, sampling_params, priority)
+        done = {output.request_id: output for output in self._run(ids) if output.finished}
+        if gone := [i for i in ids if i not in done]:
+            raise EngineError(f"request {gone[0]} was aborted by somebody else; its outputs went there")
+        return [done[i] for i in ids]
+
+    def reset_prefix_cache(self) -> None:
+        """As Engine.reset_prefix_cache."""
+        self.engine.reset_prefix_cache()
+
+    def stream(self, prompts, sampling_params=None, priority=None) -> Iterator[RequestOutput]:
+        """Outputs as they grow, of all prompts mixed; `outputs[i].text_from(n)` is what is new since n tokens."""
+        return self._run(self._add(prompts, sampling_params, priority))
+
+    def chat(
+        self,
+        messages: Sequence[Mapping] | Sequence[Sequence[Mapping]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        **variables,
+    ) -> list[RequestOutput]:
+        """As generate, of one conversation or several, through the model's own template."""
+        if not messages:
+            raise RequestError("there are no messages; give at least one, as {'role': 'user', 'content': ...}")
+        several = [messages] if isinstance(messages[0], Mapping) else messages
+        encode = self.engine.tokenizer.encode_chat
+        return self.generate([encode(m, **variables) for m in several], sampling_params)
+
+    def _add(self, prompts, sampling_params, priority) -> list[str]:
+        prompts = _prompt_list(prompts)
+        params = sampling_params if isinstance(sampling_params, Sequence) else [sampling_params] * len(prompts)
+        priority = [0] * len(prompts) if priority is None else priority
+        if not len(prompts) == len(params) == len(priority):
+            raise RequestError(
+                f"{len(prompts)} prompts, {len(params)} sampling_params and {len(priority)} priorities: give one each"
+            )
+        ids = []
+        try:
+            for prompt, p, level in zip(prompts, params, priority, strict=True):
+                name = str(next(self._ids))
+                self.engine.add_request(name, prompt, p, level)
+                ids.append(name)
+        except BaseException:
+            self.engine.abort_request(ids)
+            raise
+        return ids
+
+    def _run(self, ids: Sequence[str]) -> Iterator[RequestOutput]:
+        """Steps the engine until these requests have ended. Outputs of others are kept for those who wait for them,
+        the newest of each, which says everything so far."""
+        self._newest.update(dict.fromkeys(ids))
+        left = list(ids)
+        try:
+            while left:
+                for name in list(left):
+                    output, self._newest[name] = self._newest[name], None
+                    if output is not None:
+                        if output.finished:
+                            left.remove(name)
+                        yield output
+                if left and not any(self._newest[name] for name in left):
+                    left = self._step(left)
+        finally:
+            self.engine.abort_request(left)  # the caller stopped reading
+            for name in ids:
+                self._newest.pop(name, None)
+
+    def _step(self, left: list[str]) -> list[str]:
+        """One step. Returns those of `left` that can still bring an output."""
+        for output in self.engine.step():
+            if output.request_id in self._newest:
+                self._newest[output.request_id] = output
+        return [name for name in left if self._newest[name] is not None or self.engine.knows(name)]
+
+
+def _prompt_list(prompts) -> list[Prompt]:
+    """One prompt becomes a list of one."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    prompts = list(prompts)
+    return [prompts] if prompts and all(isinstance(i, int) for i in prompts) else prompts
+
+
+def scheduler_config(
+    model: Transformer, kv_cache_bytes: int, options: Mapping, kv_cache_dtype: str = "auto"
+) -> SchedulerConfig:
+    """Settings with `num_blocks` filled in from the memory, where it is not given."""
+    try:
+        config = SchedulerConfig(**options)
+    except TypeError as error:
+        raise EngineError(f"{error}; the options are the fields of SchedulerConfig") from None
+    if "num_blocks" in options:
+        return config
+    c = model.config
+    values = 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * config.block_size
+    size = values * cache_dtype(model, kv_cache_dtype).itemsize
+    longest = min(config.max_model_len, c.max_position_embeddings)
+    useful = config.max_num_seqs * -(-longest // config.block_size)
+    return replace(config, num_blocks=1 + max(1, min(useful, kv_cache_bytes // size)))
