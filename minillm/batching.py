@@ -57,7 +57,7 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Into the queue. Raises RequestError, with the reason, for what could never run."""
         self._refuse(request)
-        request.arrival, request.order = self._arrivals, self._order(request)
+        request.order = self._order(request)
         self._arrivals += 1
         insort(self.waiting, request, key=_ORDER)
         self.events.append("added", request.label, tokens=request.num_prompt, priority=request.priority)
@@ -183,8 +183,9 @@ class Scheduler:
     def _preempt(self, request: Request, plan: Plan) -> None:
         """Takes a running request's blocks. Swapped out it resumes where it was, otherwise it computes all again."""
         part = plan.drop(request)
-        untouched = part is None or not part.copies  # a copy that was planned is not made, so there is nothing to save
-        swaps = self.config.preemption == "swap" and untouched and self._swap_out(request)
+        # A dropped part's copy-on-write will not be made, so the table's new block holds nothing that could be saved.
+        whole = part is None or not part.copies
+        swaps = self.config.preemption == "swap" and whole and self._swap_out(request)
         lost = 0 if swaps else request.num_computed
         self._let_go(request)
         if not swaps:
@@ -236,7 +237,7 @@ class Scheduler:
         elif reloads:
             self._reload(request, reloads)
         request.num_computed = computed
-        self._reserve(request, count)
+        self._reserve(request, count)  # never a copy: what is found are full blocks, what comes back has its own
         self._note_admission(request, "swap" if swapped else "recompute", len(reloads) * pool.block_size)
         request.status = RequestStatus.RUNNING
         plan.add(Scheduled(request, computed, count, computed + count == request.num_tokens))
@@ -282,8 +283,8 @@ class Scheduler:
     def update(self, output: SchedulerOutput) -> list[tuple[int, Request]]:
         """The step was computed. Returns (row, request) of those that need a token now; row counts the sampling parts.
 
-        Requests that were aborted meanwhile are passed over. A request with n > 1 that reaches the end of its prompt
-        becomes n running ones here, all of which sample from the one row.
+        Requests that were aborted since `schedule` are passed over. A request with n > 1 that reaches the end of its
+        prompt becomes n running ones here, all of which sample from the one row.
         """
         sampling, row, size = [], -1, self.pool.block_size
         self.host.settle()

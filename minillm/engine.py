@@ -1,6 +1,7 @@
 """Schedule, run, sample, append: one step of many requests. The loop around it is in llm.py and async_engine.py.
 
-Names and meanings are vLLM's. A request's answer is the one that generate.py gives it alone, token for token.
+Names are vLLM's where it has the same thing. A request's answer is the one that generate.py gives it alone, token for
+token.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from .outputs import RequestMetrics, RequestOutput
 from .request import Request
 from .request_group import RequestGroup, SequenceText
 from .runner import ModelRunner
-from .sampling import SamplingError, SamplingParams, SamplingState, sample
+from .sampling import SamplingError, SamplingState, sample
+from .sampling_params import SamplingParams
 from .step_plan import Scheduled, SchedulerOutput
 from .stopping import StopChecker
 from .tokenizer import StreamDecoder, Tokenizer
@@ -127,7 +129,7 @@ class Engine:
         decoder = StreamDecoder(self.tokenizer, skip_special=True)
         limit = self.scheduler.max_sequence
         checker = StopChecker(request.params, self.tokenizer.eos_ids, limit, request.num_prompt)
-        sequence = SequenceText(request, decoder, checker)
+        sequence = SequenceText(request, decoder, checker, self.tokenizer)
         group.sequences.append(sequence)
         self._sequences[request] = group, sequence
         return sequence
@@ -161,7 +163,7 @@ class Engine:
                 self._finish(sequence, reason)
         for request in [r for r in self.scheduler.requests() if r.request_id == group.request_id]:
             self.scheduler.finish(request, reason)  # made by a fork that nobody heard of any more
-        group.first.width = 1
+        group.cut_short = True
         return self._emit(group)
 
     def _finish(self, sequence: SequenceText, reason: str) -> None:

@@ -7,7 +7,7 @@ added        tokens, priority                     the request is in the queue
 admitted     cached, tokens                       it runs; so many of its tokens came from the prefix cache
 scheduled    requests, tokens, held, cached, free  one event a step: who computes how many tokens; blocks by state
 preempted    how, lost                            "recompute" or "swap"; tokens to compute again
-resumed      how, tokens                          as admitted, after a preemption
+resumed      how, cached, tokens                  as admitted, after a preemption
 forked       children                             n > 1: sequences that now share the prompt's blocks
 allocated    blocks                               block ids, until now nobody's
 shared       blocks                               one holder more for each: a prefix hit, or a fork

@@ -3,19 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
+from difflib import get_close_matches
 from itertools import count
 from pathlib import Path
+
+from tqdm import tqdm
 
 from . import checkpoint
 from .engine import Engine, Prompt
 from .errors import EngineError, RequestError
 from .outputs import RequestOutput
+from .paging import PagedCache
 from .runner import cache_dtype
 from .sampling_params import SamplingParams
 from .scheduler_config import SchedulerConfig
 from .tokenizer import Tokenizer
 from .transformer import Transformer
+
+_VLLM = {  # its name -> ours, where they differ
+    "num_gpu_blocks_override": "num_blocks",
+    "gpu_memory_utilization": "kv_cache_bytes, which is a number of bytes",
+    "kv_cache_memory_bytes": "kv_cache_bytes",
+    "scheduling_policy": "policy",
+    "swap_space": "num_host_blocks, which is a number of blocks",
+    "enforce_eager": "nothing: every step is eager",
+    "seed": "SamplingParams(seed=...), one for each request",
+    "tensor_parallel_size": "nothing: the engine runs on one device",
+}
 
 
 class LLM:
@@ -58,13 +73,19 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         priority: Sequence[int] | None = None,
+        use_tqdm: bool = False,
     ) -> list[RequestOutput]:
         """The finished requests, in the order of the prompts. A list of ints is one prompt of token ids.
 
         Raises RequestError, before anything runs, if one of them can never be served.
         """
         ids = self._add(prompts, sampling_params, priority)
-        done = {output.request_id: output for output in self._run(ids) if output.finished}
+        done = {}
+        with tqdm(total=len(ids), unit="request", disable=not use_tqdm) as bar:
+            for output in self._run(ids):
+                if output.finished:
+                    done[output.request_id] = output
+                    bar.update()
         if gone := [i for i in ids if i not in done]:
             raise EngineError(f"request {gone[0]} was aborted by somebody else; its outputs went there")
         return [done[i] for i in ids]
@@ -81,6 +102,7 @@ class LLM:
         self,
         messages: Sequence[Mapping] | Sequence[Sequence[Mapping]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = False,
         **variables,
     ) -> list[RequestOutput]:
         """As generate, of one conversation or several, through the model's own template."""
@@ -88,7 +110,7 @@ class LLM:
             raise RequestError("there are no messages; give at least one, as {'role': 'user', 'content': ...}")
         several = [messages] if isinstance(messages[0], Mapping) else messages
         encode = self.engine.tokenizer.encode_chat
-        return self.generate([encode(m, **variables) for m in several], sampling_params)
+        return self.generate([encode(m, **variables) for m in several], sampling_params, use_tqdm=use_tqdm)
 
     def _add(self, prompts, sampling_params, priority) -> list[str]:
         prompts = _prompt_list(prompts)
@@ -149,15 +171,17 @@ def scheduler_config(
     model: Transformer, kv_cache_bytes: int, options: Mapping, kv_cache_dtype: str = "auto"
 ) -> SchedulerConfig:
     """Settings with `num_blocks` filled in from the memory, where it is not given."""
-    try:
-        config = SchedulerConfig(**options)
-    except TypeError as error:
-        raise EngineError(f"{error}; the options are the fields of SchedulerConfig") from None
+    known = [f.name for f in fields(SchedulerConfig)]
+    for name in options:
+        if name not in known:
+            meant = _VLLM.get(name) or next(iter(get_close_matches(name, known, 1)), None)
+            hint = f"use {meant}" if meant else f"the options are {', '.join(known)}"
+            raise EngineError(f"{name} is no option of this engine; {hint}")
+    config = SchedulerConfig(**options)
     if "num_blocks" in options:
         return config
-    c = model.config
-    values = 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * config.block_size
-    size = values * cache_dtype(model, kv_cache_dtype).itemsize
-    longest = min(config.max_model_len, c.max_position_embeddings)
+    context = model.config.max_position_embeddings
+    size = PagedCache.bytes_of_block(model.config, config.block_size, cache_dtype(model, kv_cache_dtype))
+    longest = min(config.max_model_len, context)
     useful = config.max_num_seqs * -(-longest // config.block_size)
     return replace(config, num_blocks=1 + max(1, min(useful, kv_cache_bytes // size)))

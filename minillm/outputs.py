@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from .sampling import SampledToken
+from .tokenizer import Tokenizer
 
 
 class Logprob(NamedTuple):
@@ -14,6 +15,7 @@ class Logprob(NamedTuple):
 
     logprob: float
     rank: int | None = None
+    decoded_token: str | None = None
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,7 @@ class CompletionOutput:
     _tokens: Sequence[SampledToken] = field(repr=False)
     _pieces: Sequence[str] = field(repr=False)  # the text that became certain with each token
     _times: Sequence[float] = field(repr=False)
+    _tokenizer: Tokenizer = field(repr=False)
 
     @property
     def text(self) -> str:
@@ -58,7 +61,13 @@ class CompletionOutput:
         """For each token {id: Logprob} of itself and the likeliest; None if they were not asked for."""
         if not self.count or self._tokens[0].logprob is None:
             return None
-        return [_logprobs(token) for token in self._tokens[: self.count]]
+        return [self._logprobs(token) for token in self._tokens[: self.count]]
+
+    def _logprobs(self, token: SampledToken) -> dict[int, Logprob]:
+        ranked = [(i, value, rank) for rank, (i, value) in enumerate(token.top_logprobs, 1)]
+        if all(i != token.id for i, _, _ in ranked):
+            ranked.insert(0, (token.id, token.logprob, None))
+        return {i: Logprob(value, rank, self._tokenizer.decode([i])) for i, value, rank in ranked}
 
     @property
     def cumulative_logprob(self) -> float | None:
@@ -68,11 +77,6 @@ class CompletionOutput:
 
     def finished(self) -> bool:
         return self.finish_reason is not None
-
-
-def _logprobs(token: SampledToken) -> dict[int, Logprob]:
-    listed = {i: Logprob(value, place) for place, (i, value) in enumerate(token.top_logprobs, 1)}
-    return {token.id: listed.get(token.id, Logprob(token.logprob)), **listed}
 
 
 @dataclass

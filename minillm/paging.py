@@ -48,7 +48,7 @@ class StepMetadata:
 
     query_starts (B + 1,) int32     first packed row of each sequence
     context_lengths (B,) int32
-    block_tables (B, widest) int32  padded with the null block
+    block_tables (B, widest) int32  padded with the null block; these three are made when a kernel asks for them
     slot_mapping (T,) int64         where each token's key and value go, -1 for padding rows
     """
 
@@ -107,6 +107,11 @@ class PagedCache:
         self.storage[:, :, NULL] = 0
         self.layers = [(layer[0], layer[1]) for layer in self.storage]  # (blocks, block_size, Hkv, D) each
         self.slots = [(k.view(-1, heads, dim), v.view(-1, heads, dim)) for k, v in self.layers]
+
+    @staticmethod
+    def bytes_of_block(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
+        """All layers, keys and values: what one more block costs."""
+        return 2 * config.num_hidden_layers * block_size * config.num_key_value_heads * config.head_dim * dtype.itemsize
 
     @property
     def allocated_bytes(self) -> int:

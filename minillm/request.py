@@ -33,7 +33,7 @@ class Request:
     """
 
     __slots__ = (
-        "arrival", "block_ids", "finish_reason", "host_blocks", "label", "num_cached", "num_computed",
+        "block_ids", "finish_reason", "host_blocks", "label", "num_cached", "num_computed",
         "num_preemptions",
         "num_prompt", "num_published", "num_tokens", "order", "output_token_ids", "params", "prefix", "priority",
         "prompt_token_ids", "request_id", "sequence", "status", "width",
@@ -61,7 +61,7 @@ class Request:
         self.finish_reason: str | None = None
         self.block_ids: list[int] = []
         self.host_blocks: list[int] | None = None
-        self.arrival, self.order = 0, (0, 0)
+        self.order = (0, 0, 0)
 
     def tokens(self, start: int, end: int) -> list[int]:
         """Ids start to end of prompt and output laid end to end."""

@@ -9,7 +9,7 @@ from .outputs import CompletionOutput, RequestMetrics, RequestOutput
 from .request import Request
 from .sampling import SampledToken
 from .stopping import StopChecker
-from .tokenizer import StreamDecoder
+from .tokenizer import StreamDecoder, Tokenizer
 
 
 @dataclass
@@ -19,6 +19,7 @@ class SequenceText:
     request: Request
     decoder: StreamDecoder
     checker: StopChecker
+    tokenizer: Tokenizer
     tokens: list[SampledToken] = field(default_factory=list)
     pieces: list[str] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
@@ -46,6 +47,7 @@ class SequenceText:
             self.tokens,
             self.pieces,
             self.times,
+            self.tokenizer,
         )
 
 
@@ -59,10 +61,12 @@ class RequestGroup:
     metrics: RequestMetrics
     sequences: list[SequenceText] = field(default_factory=list)
     error: str | None = None
+    cut_short: bool = False  # from outside: sequences that it has not forked yet will not come
 
     @property
     def finished(self) -> bool:
-        return all(s.finish_reason is not None for s in self.sequences) and self.first.width == 1
+        complete = self.cut_short or self.first.width == 1
+        return complete and all(s.finish_reason is not None for s in self.sequences)
 
     def output(self) -> RequestOutput:
         return RequestOutput(

@@ -17,6 +17,7 @@ from torch import Tensor
 from .errors import EngineError
 from .pace import Pace
 from .paging import PagedCache, SequenceStep, StepMetadata, move_blocks
+from .request import Request
 from .step_plan import Scheduled, SchedulerOutput
 from .transformer import Transformer
 
@@ -107,16 +108,18 @@ class ModelRunner:
         return torch.cat(rows) if rows else None
 
     def _exact_part(self, part: Scheduled) -> Tensor | None:
-        request, end = part.request, part.start + part.count
-        start = part.start
+        request, start, end = part.request, part.start, part.start + part.count
         while start < end:
             row, count = start % TILE, min(end - start, TILE - start % TILE)
-            tokens, positions = [0] * TILE, [0] * TILE
-            tokens[row : row + count] = request.tokens(start, start + count)
-            positions[row : row + count] = range(start, start + count)
-            sequence = SequenceStep(row, count, start, request.block_ids)
-            metadata = StepMetadata([sequence], self.block_size, TILE, self.model.device)
-            hidden = self._forward(tokens, positions, metadata, exact=True)
+            hidden = self._tile(request, start, row, count)
             start += count
-        row += count - 1
-        return self.model.logits(hidden)[row : row + 1] if part.samples else None
+        return self.model.logits(hidden)[(end - 1) % TILE, None] if part.samples else None
+
+    def _tile(self, request: Request, start: int, row: int, count: int) -> Tensor:
+        """Hidden states (TILE, d) of `count` tokens from `start` on, which stand in rows from `row` on."""
+        tokens, positions = [0] * TILE, [0] * TILE
+        tokens[row : row + count] = request.tokens(start, start + count)
+        positions[row : row + count] = range(start, start + count)
+        sequence = SequenceStep(row, count, start, request.block_ids)
+        metadata = StepMetadata([sequence], self.block_size, TILE, self.model.device)
+        return self._forward(tokens, positions, metadata, exact=True)

@@ -229,8 +229,12 @@ def test_wrong_kinds_of_arguments_are_request_errors(pair):
     endless = SamplingParams(min_tokens=2, stop_token_ids=list(range(llm.engine.vocab_size)))
     with pytest.raises(RequestError, match="min_tokens is 2; it must be 0 where every token"):
         llm.generate([A], endless)
-    with pytest.raises(EngineError, match="the options are the fields of SchedulerConfig"):
-        scheduler_config(pair[0], 1 << 20, {"max_seqs": 3})
+    for name, hint in (
+        ("max_seqs", "use max_num_seqs"), ("scheduling_policy", "use policy"), ("zz", "the options are num_blocks, bl"),
+        ("gpu_memory_utilization", "use kv_cache_bytes"),
+    ):  # fmt: skip
+        with pytest.raises(EngineError, match=f"{name} is no option of this engine; {hint}"):
+            scheduler_config(pair[0], 1 << 20, {name: 3})
     assert not llm.engine.has_unfinished_requests()
 
 

@@ -15,7 +15,7 @@ from minillm.serving.load_definitions import ttft_from_send
 from minillm.serving.load_metrics import SLO
 from minillm.serving.load_record import LoadError, TraceRequest
 from minillm.serving.load_run import LoadResult, run_load, run_load_async
-from minillm.serving.load_sse import EventStream
+from minillm.serving.load_sse import STREAM_LIMIT, EventStream
 from minillm.serving.load_workload import Prompts, make_requests
 from tests.load_server import DONE, FakeServer, Reply, event, stream, token, usage
 
@@ -115,6 +115,7 @@ def test_an_answer_without_text_has_a_first_token_all_the_same():
 
 JSON = ("content-type: application/json",)
 whole_answer = {"choices": [{"text": "x", "finish_reason": "length"}], "usage": {"completion_tokens": 3}}
+HUGE = 10**400
 STRANGE = {
     "error 500": (Reply([(0, b"oops")], "500 Internal Server Error", ()), "failed"),
     "an error in OpenAI's shape": (Reply([(0, b'{"error": {"message": "bad"}}')], "400 Bad Request", JSON), "failed"),
@@ -135,11 +136,15 @@ STRANGE = {
     "a choice of null": (Reply([(0, event({"choices": [None]}))]), "failed"),
     "a choice that is text": (Reply([(0, event({"choices": ["x"]}))]), "failed"),
     "deep nonsense": (Reply([(0, event(b"[" * 50_000))]), "failed"),
+    "an endless event": (Reply([(0, b"data: xxxxxxxxx\n" * 2**16)] * 6), "failed"),
     "an endless line": (Reply([(0, b"data: " + b"x" * 2**20)] * 6), "failed"),
     "an error in the stream": (Reply([(0, token()), (0, event({"error": {"message": "broke"}}))]), "failed"),
     "never ends": (Reply([(0, token()), (30, b"")]), "timeout"),
     "never begins": (Reply([(30, b"")]), "timeout"),
     "wrong usage": (Reply([(0, token("x", "length", usage={"completion_tokens": "many"}) + DONE)]), "ok"),
+    "usage beyond all numbers": (Reply([(0, token("x", "length", usage={"completion_tokens": HUGE}) + DONE)]), "ok"),
+    "a prompt beyond all numbers": (Reply([(0, token("x", "length") + usage(1, HUGE, HUGE) + DONE)]), "ok"),
+    "a deep whole answer": (Reply([(0, b"[" * 50_000)], headers=JSON), "failed"),
     "usage of another kind": (Reply([(0, token("x", "length", usage=[1]) + DONE)]), "ok"),
     "no stream": (Reply([(0, json.dumps(whole_answer).encode())], headers=JSON), "ok"),
     "no DONE": (Reply([(0, token("x", "stop"))], whole=False), "ok"),
@@ -155,6 +160,48 @@ def test_strange_servers_are_records(case):
     assert record.status == status, record
     assert (record.error is None) == (status == "ok")
     assert record.end_s < 5
+
+
+@pytest.mark.parametrize("claim", [HUGE, 2**31, -5, True, 1.5, "3", None, [3]], ids=str)
+def test_a_number_of_tokens_that_cannot_be_is_as_good_as_none(claim):
+    """The run has its numbers, by chunks instead, and can be kept."""
+    claims = {"prompt_tokens": claim, "completion_tokens": claim, "prompt_tokens_details": {"cached_tokens": claim}}
+    pieces = [(0.0, token()), (0.0, token("", "length") + event({"choices": [], "usage": claims}) + DONE)]
+    with FakeServer(lambda body: Reply(pieces)) as server:
+        result = run_load(server.url, several(2), progress=False)
+    assert [record.token_source for record in result.records] == ["chunks"] * 2
+    assert (result.summary.output_tokens, result.summary.prompt_tokens, result.summary.cached_tokens) == (2, 16, 0)
+    assert LoadResult.from_json(result.to_json()).summary == result.summary
+
+
+def test_a_stream_without_end_is_given_up():
+    """Of right events, so that nothing but their number is wrong."""
+    parser, pieces = EventStream(), token() * 10_000
+    for _ in range(STREAM_LIMIT // len(pieces)):
+        assert len(parser.feed(pieces)) == 10_000
+    with pytest.raises(ValueError, match="64 MiB"):
+        parser.feed(pieces)
+
+
+@pytest.mark.parametrize("key", ["ключ", "a\nb", "a\x00", "é"])
+def test_a_key_that_no_header_takes(key):
+    with pytest.raises(LoadError, match="API key") as error:
+        run_load(Target("http://127.0.0.1:9", api_key=key), several(1), progress=False)
+    assert key not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"temperature": float("nan")}, {"extra": {"a": {1}}}, {"extra": {"a": 1e999}}], ids=str
+)
+def test_a_field_that_is_no_json(fields):
+    with FakeServer(lambda body: Reply(stream([0]))) as server, pytest.raises(LoadError, match="no JSON"):
+        run_load(Target(server.url, **fields), several(1), progress=False)
+
+
+@pytest.mark.parametrize("row", [(float("inf"), 8, 1), (float("nan"), 8, 1), (0.0, 10**8, 1), (0.0, 8, HUGE)], ids=str)
+def test_a_request_beyond_all_limits(row):
+    with pytest.raises(LoadError, match="request 1 is beyond"):
+        run_load("http://127.0.0.1:9", [*several(1), TraceRequest(*row)], progress=False)
 
 
 def test_what_the_server_said_is_kept():
@@ -182,7 +229,20 @@ def test_no_server():
         run_load(Target("http://127.0.0.1:9", model="m"), several(1), progress=False)
 
 
-@pytest.mark.parametrize("models", [None, b"", b"3", b'{"data": []}', b"<html>"])
+@pytest.mark.parametrize(
+    "models",
+    [
+        None,
+        b"",
+        b"3",
+        b'{"data": []}',
+        b"<html>",
+        b"[" * 50_000,
+        b'{"data": [{"id": 3}]}',
+        b'{"data": [{"id": "\\ud800"}]}',
+        b"[" + b" " * 2**21,
+    ],
+)
 def test_a_server_that_names_no_model(models):
     with FakeServer(lambda body: Reply(stream([0])), models=models) as server:
         with pytest.raises(LoadError, match="--model"):
@@ -297,10 +357,21 @@ def test_result_goes_to_json_and_back(tmp_path):
     for change in ({"schema": "other/1"}, {"records": 3}, {"records": [{"index": 1}]}, {"slo": None}, {"settings": 3}):
         with pytest.raises(LoadError):
             LoadResult.from_json(json.dumps(values | change))
-    values["records"][0]["end_s"] = None
-    for text in ("", "[]", "null", "{}", json.dumps(values)):
+    record = values["records"][0]
+    wrong = (
+        {"end_s": None},
+        {"end_s": HUGE},
+        {"sent_s": float("nan")},
+        {"output_tokens": HUGE},
+        {"chunk_tokens": ["x"]},
+    )
+    broken = [json.dumps(values | {"records": [record | change]}) for change in wrong]
+    for text in ("", "[]", "null", "{}", "[" * 50_000, *broken):
         with pytest.raises(LoadError):
             LoadResult.from_json(text)
+    (tmp_path / "r.json").write_bytes(b"\x1f\x8b\xff")
+    with pytest.raises(LoadError, match=r"r\.json"):
+        LoadResult.load(tmp_path / "r.json")
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ def test_batch_and_constant():
     [
         {"kind": "poison", "count": 1}, {"rate": 0, "count": 1}, {"rate": float("nan"), "count": 1}, {"count": 0}, {},
         {"kind": "bursty", "cv": 0, "count": 1}, {"kind": "batch", "duration_s": 3}, {"duration_s": -1},
-        {"duration_s": float("inf")},
+        {"duration_s": float("inf")}, {"rate": 1e9, "duration_s": 1e9}, {"count": 10**9},
     ],
 )  # fmt: skip
 def test_arrivals_that_cannot_be(options):
@@ -76,7 +76,8 @@ def test_lengths():
 
 @pytest.mark.parametrize(
     "text", ["", "0", "-3", "1.5", "x", "uniform:5:2", "uniform:5", "uniform:1.5:2", "lognormal:0:1", "list:",
-             "list:3,0", "lognormal:5:-1", "uniform:nan:nan", "lognormal:inf:1", "99999999999", "normal:3:4"],
+             "list:3,0", "lognormal:5:-1", "uniform:nan:nan", "lognormal:inf:1", "99999999999",
+             "10000001", "list:5,10000001", "uniform:1:1e308", "normal:3:4"],
 )  # fmt: skip
 def test_lengths_that_cannot_be(text):
     with pytest.raises(LoadError, match="lengths"):
@@ -127,7 +128,15 @@ def test_equal_hash_ids_are_equal_tokens():
 
 
 @pytest.mark.parametrize(
-    "options", [{"token_ids": (5, 5)}, {"token_ids": (-1, 5)}, {"shared_prefix": -1}, {"seed": -1}]
+    "options",
+    [
+        {"token_ids": (5, 5)},
+        {"token_ids": (-1, 5)},
+        {"shared_prefix": -1},
+        {"seed": -1},
+        {"token_ids": (0, 2**80)},
+        {"shared_prefix": 10**9},
+    ],
 )
 def test_prompts_that_cannot_be(options):
     with pytest.raises(LoadError):
@@ -185,6 +194,33 @@ def test_mooncake_sorted_scaled_and_clipped(tmp_path):
     assert len(read_trace(path, limit=1).requests) == 1
 
 
+def test_quoted_columns(tmp_path):
+    for text in (AZURE, BURST):
+        quoted = "\n".join(",".join(f'"{value}"' for value in line.split(",")) for line in text.splitlines())
+        assert read_trace(written(tmp_path, quoted)) == read_trace(written(tmp_path, text))
+
+
+def test_a_long_first_line(tmp_path):
+    """A prompt of millions of tokens has as many thousand hash ids; that is no CSV field."""
+    row = TraceRequest(0.0, 10**7, 1, tuple(range(10**6, 10**6 + 19532)))
+    write_mooncake(tmp_path / "t", [row])
+    assert read_trace(tmp_path / "t").requests == (row,)
+
+
+@pytest.mark.parametrize("options", [{"length_scale": 1e308}, {"length_scale": 2e4}, {"time_scale": 1e308}], ids=str)
+def test_a_scale_that_leaves_all_bounds(tmp_path, options):
+    with pytest.raises(LoadError, match=r"trace, line \d: .*; "):
+        read_trace(written(tmp_path, MOON), **options)
+
+
+def test_what_is_clipped_may_be_long(tmp_path):
+    long = MOON.replace("6955", "2000000000")
+    with pytest.raises(LoadError, match="line 1: a prompt or output of more than 10000000 tokens"):
+        read_trace(written(tmp_path, long))
+    assert read_trace(written(tmp_path, long), max_prompt_tokens=70).requests[1].prompt_tokens == 70
+    assert read_trace(written(tmp_path, long), length_scale=1e-6).requests[1].prompt_tokens == 2000
+
+
 def test_a_byte_order_mark_and_empty_lines_are_no_matter(tmp_path):
     assert len(read_trace(written(tmp_path, "\ufeff" + AZURE.replace("\n", "\r\n\r\n"))).requests) == 2
     assert len(read_trace(written(tmp_path, MOON + "\n \n")).requests) == 2
@@ -231,6 +267,11 @@ BROKEN = {
     "a truth value": (MOON.replace("655", "true"), None, 2),
     "a time of null": (MOON.replace('"timestamp": 0', '"timestamp": null'), None, 2),
     "an infinite time": (MOON.replace('"timestamp": 0', '"timestamp": 1e999'), None, 2),
+    "a time beyond all numbers": (MOON.replace('"timestamp": 0', f'"timestamp": {10**400}'), None, 2),
+    "a negative time beyond all": (MOON.replace('"timestamp": 0', f'"timestamp": -{10**400}'), None, 2),
+    "a far time": (BURST.replace("45.5", "1e300"), None, 4),
+    "a length beyond all numbers": (MOON.replace("655", str(10**400)), None, 2),
+    "deep from the first line": ('{"a":' * 100_000, None, 1),
     "hash ids that are none": (MOON.replace("[46, 47]", '["a"]'), None, 2),
     "unknown": ("a,b,c\n1,2,3\n", None, 1),
     "empty": ("", None, 1),

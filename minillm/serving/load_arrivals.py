@@ -12,7 +12,7 @@ import math
 
 import numpy as np
 
-from .load_record import LoadError, check_seed
+from .load_record import MOST_REQUESTS, LoadError, check_seed
 
 ARRIVALS = ("poisson", "constant", "bursty", "batch")
 
@@ -69,3 +69,6 @@ def _check(kind: str, rate: float, count: int | None, duration_s: float | None, 
         raise LoadError(f"the number of requests is {count}; it must be 1 or more")
     if duration_s is not None and not (0 < duration_s < math.inf):
         raise LoadError(f"duration is {duration_s} s; it must be a number above 0")
+    expected = count if count is not None else rate * duration_s
+    if expected > MOST_REQUESTS:
+        raise LoadError(f"the load would have more than {MOST_REQUESTS} requests; lower the count, rate or duration")

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import httpx
 
 from ..errors import short
-from .load_record import CUT, FAILED, OK, REFUSED, TIMEOUT, LoadError, RequestRecord
+from .load_record import CUT, FAILED, OK, REFUSED, TIMEOUT, LoadError, RequestRecord, count_of
 from .load_sse import EventStream
 
 BODY_LIMIT = 2**20  # bytes read of an answer that is no stream
@@ -113,11 +113,12 @@ class LoadClient:
         url = short(self.target.url, 200)
         try:
             async with asyncio.timeout(min(30.0, self.target.timeout_s)):
-                answer = await self._http.get("/v1/models")
-            return str(answer.json()["data"][0]["id"])
+                async with self._http.stream("GET", "/v1/models") as answer:
+                    body = await _start_of(answer)
+            return _name(json.loads(body)["data"][0]["id"])
         except (httpx.HTTPError, OSError, TimeoutError) as error:
             raise LoadError(f"nothing answers at {url} ({_named(error)}); start a server, or correct --url") from None
-        except (ValueError, LookupError, TypeError):
+        except (ValueError, LookupError, TypeError, RecursionError):
             said = f"HTTP {answer.status_code}"
             raise LoadError(f"{url}/v1/models names no model ({said}); give --model, and --api-key if needed") from None
 
@@ -129,7 +130,12 @@ class LoadClient:
         if target.ignore_eos:
             values["ignore_eos"] = True  # vLLM's name; else answers end when the model likes, and runs differ
         values |= {"messages": [{"role": "user", "content": prompt}]} if target.chat else {"prompt": prompt}
-        return json.dumps(values | (target.extra or {})).encode()
+        try:
+            return json.dumps(values | (target.extra or {}), allow_nan=False).encode()
+        except (TypeError, ValueError, RecursionError) as error:
+            raise LoadError(
+                f"a field of the request is no JSON ({short(error, 100)}); correct temperature or extra"
+            ) from None
 
     async def send(
         self, index: int, intended_s: float, body: bytes, started: float, max_tokens: int = 0, prompt_tokens: int = 0
@@ -219,12 +225,18 @@ def _take(answer: _Answer, values: dict[str, Any], now: float) -> None:
             if len(answer.times) == 1 or (isinstance(usage, dict) and before is not None):
                 answer.counts.append((_count(usage) or 0) - (before or 0))
         if finish is not None:
-            answer.finish_reason, answer.status = str(finish), OK
+            answer.finish_reason, answer.status = short(finish), OK
 
 
 def _count(usage: Any) -> int | None:
-    count = usage.get("completion_tokens") if isinstance(usage, dict) else None
-    return count if isinstance(count, int) and not isinstance(count, bool) and count >= 0 else None
+    return count_of(usage.get("completion_tokens")) if isinstance(usage, dict) else None
+
+
+def _name(value: object) -> str:
+    """A model's name as a server may say it, printable and not empty. Raises ValueError."""
+    if not isinstance(value, str) or not value or not value.isprintable():
+        raise ValueError
+    return value
 
 
 def _record(answer, index, intended_s, sent_s, end_s, started, max_tokens, prompt_tokens) -> RequestRecord:
@@ -232,22 +244,22 @@ def _record(answer, index, intended_s, sent_s, end_s, started, max_tokens, promp
         answer.times.append(answer.last_at)  # an answer without text: its end stands for its first token
     told = _count(answer.usage)
     tokens = told if told is not None else len(answer.times)
-    prompt = answer.usage.get("prompt_tokens")
+    prompt = count_of(answer.usage.get("prompt_tokens"))
     details = answer.usage.get("prompt_tokens_details")
-    cached = details.get("cached_tokens") if isinstance(details, dict) else None
+    cached = count_of(details.get("cached_tokens")) if isinstance(details, dict) else None
     return RequestRecord(
         index=index,
         intended_s=intended_s,
         sent_s=sent_s,
         end_s=end_s,
         status=answer.status,
-        prompt_tokens=prompt if isinstance(prompt, int) else prompt_tokens,
+        prompt_tokens=prompt_tokens if prompt is None else prompt,
         output_tokens=tokens,
         chunk_times=tuple(moment - started for moment in answer.times),
         chunk_tokens=_chunk_tokens(answer.counts, len(answer.times), tokens),
         token_source="usage" if told is not None else "chunks",
         max_tokens=max_tokens,
-        cached_tokens=cached if isinstance(cached, int) else 0,
+        cached_tokens=cached or 0,
         http_status=answer.http_status,
         finish_reason=answer.finish_reason,
         error=None if answer.status == OK else answer.error or "the stream ended without finish_reason or [DONE]",
@@ -293,5 +305,7 @@ def _check(target: Target) -> None:
         good = False
     if not good:
         raise LoadError(f"url {short(target.url, 200)!r} is no address; write http://127.0.0.1:8000")
+    if target.api_key and not (target.api_key.isascii() and target.api_key.isprintable()):
+        raise LoadError("the API key has characters that no HTTP header takes; give it in ASCII, without line ends")
     if not (0 < target.timeout_s < math.inf):
         raise LoadError(f"timeout is {target.timeout_s}; it must be a number of seconds above 0")

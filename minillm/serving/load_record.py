@@ -7,6 +7,10 @@ from typing import NamedTuple
 
 from ..errors import MinillmError
 
+MOST_TOKENS = 10_000_000  # of one prompt or one answer; also of what a server may claim
+MOST_REQUESTS = 10_000_000  # of one load
+LONGEST_S = 1e12  # any time or interval; the year 9999 is 2.5e11 s from 1970
+
 
 class LoadError(MinillmError):
     """A load that cannot be run: a bad option, a damaged trace, a server that is not there."""
@@ -28,6 +32,12 @@ class TraceRequest(NamedTuple):
 def check_seed(seed: int) -> None:
     if seed < 0:
         raise LoadError(f"seed is {seed}; it must be a whole number, 0 or more")
+
+
+def count_of(value: object) -> int | None:
+    """A number of tokens that came from outside; None if it is none, or above MOST_TOKENS."""
+    good = isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MOST_TOKENS
+    return value if good else None
 
 
 OK, REFUSED, FAILED, CUT, TIMEOUT = "ok", "refused", "failed", "cut", "timeout"

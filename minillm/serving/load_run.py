@@ -22,7 +22,7 @@ from typing import Any
 from ..errors import short
 from .load_client import LoadClient, Target
 from .load_metrics import SLO, Summary, summarize
-from .load_record import STATUSES, LoadError, RequestRecord, TraceRequest
+from .load_record import LONGEST_S, MOST_TOKENS, STATUSES, LoadError, RequestRecord, TraceRequest, count_of
 from .load_workload import Prompts
 
 SCHEMA = "minillm.load/1"
@@ -59,7 +59,7 @@ class LoadResult:
                 raise LoadError(f"a load result of schema {short(schema)!r}; this minillm reads {SCHEMA}: run it again")
             records = [_record(row) for row in values["records"]]
             return cls(records, dict(values["settings"]), SLO(**values["slo"]))
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             if isinstance(error, LoadError):
                 raise
             raise LoadError(f"no load result ({short(error, 200)}); write one with to_json or --output") from None
@@ -69,15 +69,21 @@ class LoadResult:
 
     @classmethod
     def load(cls, path: str | Path) -> LoadResult:
-        return cls.from_json(Path(path).read_text(encoding="utf-8"))
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            raise LoadError(f"{short(path, 200)}: no load result, for it is no text; write one with --output") from None
+        return cls.from_json(text)
 
 
 def _record(values: dict[str, Any]) -> RequestRecord:
     record = RequestRecord(**values)
     record = record._replace(chunk_times=tuple(record.chunk_times), chunk_tokens=tuple(record.chunk_tokens))
     times = (record.intended_s, record.sent_s, record.end_s, *record.chunk_times)
-    if record.status not in STATUSES or not all(isinstance(t, int | float) for t in times):
-        raise ValueError(f"record {record.index} has a status or time that cannot be")
+    counts = (record.prompt_tokens, record.output_tokens, record.cached_tokens, record.max_tokens, *record.chunk_tokens)
+    good = all(isinstance(t, int | float) and abs(t) < LONGEST_S for t in times)
+    if record.status not in STATUSES or not good or None in map(count_of, counts):
+        raise ValueError(f"record {short(record.index)} has a status, time or number of tokens that cannot be")
     return record
 
 
@@ -226,6 +232,11 @@ def _bar(total: int | None, progress: bool) -> Iterator[Any]:
 def _check(requests, concurrency, think_time_s, max_in_flight, warmup) -> None:
     if not requests:
         raise LoadError("the load has no request; raise the count, the rate or the duration")
+    for i, row in enumerate(requests):
+        if not abs(row.arrival_s) < LONGEST_S or max(row.prompt_tokens, row.output_tokens) > MOST_TOKENS:
+            raise LoadError(
+                f"request {i} is beyond {LONGEST_S:g} s or {MOST_TOKENS} tokens; correct its time or lengths"
+            )
     for name, value in (("concurrency", concurrency), ("max_in_flight", max_in_flight)):
         if value is not None and value < 1:
             raise LoadError(f"{name} is {value}; it must be 1 or more")

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import short
-from .load_record import LoadError, TraceRequest
+from .load_record import LONGEST_S, MOST_TOKENS, LoadError, TraceRequest
 
 MOONCAKE_BLOCK = 512  # tokens that one hash id of a Mooncake trace stands for
 
@@ -49,32 +49,38 @@ def read_trace(
     format: "azure", "burstgpt" or "mooncake"; told from the first line if None. limit: take the first so many.
     time_scale: multiplies the times, so 0.5 doubles the rate. length_scale: multiplies lengths (at least 1 stays) and
     the size of a hash id's block alike, so shared prefixes stay shared. max_*: longer ones are clipped to it. Raises
-    LoadError that names file, line and remedy; OSError.
+    LoadError that names file, line and remedy, also for more than 10 million tokens after all that; OSError.
     """
     _check_options(time_scale, length_scale, max_prompt_tokens, max_output_tokens, limit)
     path = Path(path)
-    rows: list[TraceRequest] = []
+    rows: list[tuple[int, TraceRequest]] = []
     left_out = 0
     with path.open(encoding="utf-8-sig", newline="") as file:
-        for _, row in _rows(file, path, format):
+        for number, row in _rows(file, path, format):
             if row is None:
                 left_out += 1
                 continue
-            rows.append(row)
+            rows.append((number, row))
             if limit is not None and len(rows) == limit:
                 break
     if not rows:
         raise LoadError(f"{short(path, 200)}: no request in it; check that it is a trace of the format you named")
-    rows.sort(key=lambda row: row.arrival_s)
-    start = rows[0].arrival_s
-    block = max(1, round(MOONCAKE_BLOCK * length_scale))
+    rows.sort(key=lambda numbered: numbered[1].arrival_s)
+    start = rows[0][1].arrival_s
+    block = max(1, round(min(MOONCAKE_BLOCK * length_scale, MOST_TOKENS)))
 
-    def scaled(row: TraceRequest) -> TraceRequest:
+    def scaled(number: int, row: TraceRequest) -> TraceRequest:
+        arrival = (row.arrival_s - start) * time_scale
+        if not arrival < LONGEST_S:
+            raise _bad(path, number, f"arrives {arrival:.3g} s after the first", "correct its time, or time_scale")
         prompt = _clip(row.prompt_tokens, length_scale, max_prompt_tokens)
         output = _clip(row.output_tokens, length_scale, max_output_tokens)
-        return TraceRequest((row.arrival_s - start) * time_scale, prompt, output, row.hash_ids[: -(-prompt // block)])
+        if prompt is None or output is None:
+            remedy = "shorten it, or give length_scale or max_prompt_tokens and max_output_tokens"
+            raise _bad(path, number, f"a prompt or output of more than {MOST_TOKENS} tokens", remedy)
+        return TraceRequest(arrival, prompt, output, row.hash_ids[: -(-prompt // block)])
 
-    return Trace(tuple(scaled(row) for row in rows), left_out, block)
+    return Trace(tuple(scaled(*numbered) for numbered in rows), left_out, block)
 
 
 def write_mooncake(path: str | Path, requests: Iterable[TraceRequest]) -> None:
@@ -86,9 +92,10 @@ def write_mooncake(path: str | Path, requests: Iterable[TraceRequest]) -> None:
             file.write(json.dumps(values) + "\n")
 
 
-def _clip(tokens: int, scale: float, limit: int | None) -> int:
-    tokens = max(1, round(tokens * scale))
-    return tokens if limit is None else min(tokens, limit)
+def _clip(tokens: int, scale: float, limit: int | None) -> int | None:
+    """Scaled, at least 1; None above MOST_TOKENS."""
+    scaled = tokens * scale if limit is None else min(tokens * scale, limit)
+    return max(1, round(scaled)) if scaled <= MOST_TOKENS else None
 
 
 def _check_options(time_scale, length_scale, max_prompt, max_output, limit) -> None:
@@ -117,11 +124,11 @@ def _rows(file: Any, path: Path, format: str | None) -> Iterator[Row]:
 
 
 def _reader(first: str, path: Path, format: str | None) -> Callable[[Any, Path], Iterator[Row]]:
-    columns = [name.strip() for name in first.split(",")]
-    if format is None:
-        if first.lstrip().startswith("{"):
-            format = "mooncake"
-        elif "ContextTokens" in columns:
+    if format is None and first.lstrip().startswith("{"):
+        format = "mooncake"
+    elif format is None:
+        columns = [name.strip() for name in next(csv.reader([first]), [])]
+        if "ContextTokens" in columns:
             format = "azure"
         elif "Request tokens" in columns:
             format = "burstgpt"
@@ -166,6 +173,8 @@ def _mooncake(file: Any, path: Path) -> Iterator[Row]:
         time, ids = values["timestamp"], values.get("hash_ids", [])
         if isinstance(time, bool) or not isinstance(time, int | float):
             raise _bad(path, number, f"timestamp {short(time)!r} is no number", "write milliseconds")
+        if not abs(time) < 1e3 * LONGEST_S:
+            raise _bad(path, number, "the timestamp is beyond all time", "write milliseconds")
         if not isinstance(ids, list) or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
             raise _bad(path, number, "hash_ids is no list of whole numbers", "write [1, 2, ...] or leave it out")
         row = _row(path, number, time / 1e3, values["input_length"], values["output_length"])
@@ -191,8 +200,8 @@ def _columns(file: Any, path: Path, names: Sequence[str]) -> Iterator[tuple[int,
 
 
 def _row(path: Path, number: int, seconds: float, prompt: Any, output: Any) -> Row:
-    if not math.isfinite(seconds):
-        raise _bad(path, number, "the time is no finite number", "correct it or delete the line")
+    if not abs(seconds) < LONGEST_S:
+        raise _bad(path, number, f"the time is no number below {LONGEST_S:g} s", "correct it or delete the line")
     prompt = _tokens(path, number, "prompt", prompt)
     output = _tokens(path, number, "output", output)
     if output == 0:

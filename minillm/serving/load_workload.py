@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .load_record import LoadError, TraceRequest, check_seed
+from ..errors import short
+from .load_record import MOST_TOKENS, LoadError, TraceRequest, check_seed
 
 TOKEN_IDS = (1_000, 10_000)  # inside the vocabulary of any model of the last years, clear of control tokens
 
@@ -59,8 +60,10 @@ class Lengths(NamedTuple):
         whole = self.kind != "uniform" or (self.a == int(self.a) and self.b == int(self.b))
         smallest = min(self.values, default=0) if self.kind == "list" else self.a
         ordered = self.kind != "uniform" or self.a <= self.b
-        if not (whole and 1 <= smallest < 2**31 and ordered and 0 <= self.b < 2**31):
-            raise LoadError(f"lengths {shown!r}: token counts are whole numbers from 1, the smaller one first")
+        largest = max(self.values, default=0) if self.kind == "list" else max(self.a, self.b)
+        if not (whole and smallest >= 1 and largest <= MOST_TOKENS and ordered and self.b >= 0):
+            wanted = f"token counts are whole numbers from 1 to {MOST_TOKENS}, the smaller one first"
+            raise LoadError(f"lengths {short(shown)!r}: {wanted}")
         return self
 
     def draw(self, rng: np.random.Generator, count: int) -> list[int]:
@@ -71,7 +74,7 @@ class Lengths(NamedTuple):
         if self.kind == "uniform":
             return rng.integers(int(self.a), int(self.b), count, endpoint=True).tolist()
         drawn = rng.lognormal(np.log(self.a), self.b, count)
-        return [int(n) for n in np.clip(np.round(drawn), 1, 2**31 - 1)]
+        return [int(n) for n in np.clip(np.round(drawn), 1, MOST_TOKENS)]
 
 
 def make_requests(
@@ -106,13 +109,13 @@ class Prompts:
         token_ids: tuple[int, int] = TOKEN_IDS,
         block_tokens: int = 512,
     ) -> None:
-        if not 0 <= token_ids[0] < token_ids[1]:
+        if not 0 <= token_ids[0] < token_ids[1] <= 2**31:
             raise LoadError(
                 f"token ids from {token_ids[0]} to {token_ids[1]}; give the lowest and one past the highest"
             )
         check_seed(seed)
-        if shared_prefix < 0:
-            raise LoadError(f"shared_prefix is {shared_prefix}; it must be 0 or more tokens")
+        if not 0 <= shared_prefix <= MOST_TOKENS:
+            raise LoadError(f"shared_prefix is {shared_prefix}; it must be from 0 to {MOST_TOKENS} tokens")
         self.seed, self.shared_prefix, self.token_ids, self.block_tokens = seed, shared_prefix, token_ids, block_tokens
         self.salt = os.urandom(8).hex() if salt is None else salt
         self._root = [seed, *self.salt.encode()]

@@ -156,7 +156,7 @@ def block_map(history: BlockHistory, step: int, title: str = "", columns: int = 
     columns = min(columns, len(cells))
     rows = -(-len(cells) // columns)
     side = 9.0 / (columns + 1)
-    with figure(height=0.95 + 0.25 * bool(title) + rows * side) as (fig, ax):
+    with figure(height=1.0 + 0.45 * bool(title) + rows * side) as (fig, ax):
         blank(ax)
         ax.set(xlim=(-0.5, columns + 0.5), ylim=(rows + 0.1, -0.1), aspect="equal")
         ax.set_title(_headline(history, step, title))
