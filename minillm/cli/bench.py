@@ -116,12 +116,12 @@ def _bench(args: argparse.Namespace, device: str) -> dict[str, Any]:
 
 
 def _jobs(path: str | None, model, tokenizer) -> list:
-    from . import workload
+    from . import throughput, workload
 
-    context = model.config.max_position_embeddings
+    longest = throughput.longest(throughput.config_of(model))
     if path is None:
-        return workload.draw(tokenizer, context)
-    return workload.read(path, min(model.config.vocab_size, tokenizer.vocab_size), context)
+        return workload.draw(tokenizer, longest)
+    return workload.read(path, min(model.config.vocab_size, tokenizer.vocab_size), longest)
 
 
 def _sizes(args: argparse.Namespace) -> Sizes:

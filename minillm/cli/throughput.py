@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ..allocators import ContiguousAllocator
@@ -28,12 +29,21 @@ ROUNDS = 3  # at most: one is thousands of steps long, where a round of `measure
 CACHE_BYTES = 1 << 30
 
 
+def config_of(model: Transformer) -> SchedulerConfig:
+    """The engine's settings, max_model_len clamped to the model's context as the engine does it."""
+    config = scheduler_config(model, CACHE_BYTES, {"prefix_cache": "off"})  # no job may find what another left
+    return replace(config, max_model_len=min(config.max_model_len, model.config.max_position_embeddings))
+
+
+def longest(config: SchedulerConfig) -> int:
+    """Tokens of prompt and output together that one job may have."""
+    return Scheduler(config).max_sequence
+
+
 def compare(model: Transformer, tokenizer: Tokenizer, jobs: Sequence[Job], rounds: int, rival=None) -> dict[str, Any]:
     """Median tokens/s of each way, over rounds in which they take turns, and the cache's waste."""
-    config = scheduler_config(model, CACHE_BYTES, {"prefix_cache": "off"})
-    static = SchedulerConfig(
-        **{**vars(config), "continuous_batching": False, "max_num_seqs": STATIC_BATCH}
-    )  # no job may find what another left
+    config = config_of(model)
+    static = replace(config, continuous_batching=False, max_num_seqs=STATIC_BATCH)
     ways: dict[str, Callable[[], None]] = {"continuous": lambda: serve(model, tokenizer, config, jobs)}
     if rival is not None:
         ways["static"] = lambda: serve(model, tokenizer, static, jobs)

@@ -23,13 +23,13 @@ class Job(NamedTuple):
     max_tokens: int
 
 
-def draw(tokenizer: Tokenizer, context: int) -> list[Job]:
+def draw(tokenizer: Tokenizer, longest: int) -> list[Job]:
     """32 requests of real text, prompts of 16 to 256 and outputs of 16 to 128 tokens, the same ones every time.
 
-    No two prompts begin alike, so that a prefix cache has nothing to find. Shorter ones for a model whose context, or
-    whose tokenizer's text, is shorter.
+    No two prompts begin alike, so that a prefix cache has nothing to find. Shorter ones where the longest sequence
+    that the engine holds, or the tokenizer's text, is shorter.
     """
-    scale = min(1.0, (context - 1) / (PROMPTS[1] + OUTPUTS[1]))
+    scale = min(1.0, (longest - 1) / (PROMPTS[1] + OUTPUTS[1]))
     lengths = random.Random(0)
     sizes = [
         (max(1, int(lengths.randint(*PROMPTS) * scale)), max(1, int(lengths.randint(*OUTPUTS) * scale)))
@@ -43,8 +43,11 @@ def draw(tokenizer: Tokenizer, context: int) -> list[Job]:
     return jobs
 
 
-def read(path: str | Path, vocab_size: int, context: int) -> list[Job]:
-    """Jobs from a JSON file. Raises RequestError naming the file, the entry, and the form that is wanted."""
+def read(path: str | Path, vocab_size: int, longest: int) -> list[Job]:
+    """Jobs from a JSON file, each of at most `longest` tokens, prompt and output together.
+
+    Raises RequestError naming the file, the entry, and the form that is wanted.
+    """
     try:
         entries = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
@@ -53,10 +56,10 @@ def read(path: str | Path, vocab_size: int, context: int) -> list[Job]:
         raise RequestError(f"workload {short(path)} is not JSON: {short(error)}; write {FORM}") from None
     if not isinstance(entries, list) or not entries:
         raise RequestError(f"workload {short(path)} must be a list of at least one request; write {FORM}")
-    return [_job(path, i, entry, vocab_size, context) for i, entry in enumerate(entries)]
+    return [_job(path, i, entry, vocab_size, longest) for i, entry in enumerate(entries)]
 
 
-def _job(path, index: int, entry, vocab_size: int, context: int) -> Job:
+def _job(path, index: int, entry, vocab_size: int, longest: int) -> Job:
     where = f"workload {short(path)}, entry {index}"
     if not isinstance(entry, dict) or set(entry) != {"prompt_token_ids", "max_tokens"}:
         raise RequestError(f"{where} must have prompt_token_ids and max_tokens, and nothing else; write {FORM}")
@@ -65,8 +68,8 @@ def _job(path, index: int, entry, vocab_size: int, context: int) -> Job:
         raise RequestError(f"{where}: prompt_token_ids must be a list of ids, 0 to {vocab_size - 1}, and not empty")
     if type(count) is not int or count < 1:
         raise RequestError(f"{where}: max_tokens is {short(count)}; it must be a whole number of at least 1")
-    if len(ids) + count > context:
-        raise RequestError(f"{where} needs {len(ids) + count} tokens and the model's context is {context}; shorten it")
+    if len(ids) + count > longest:
+        raise RequestError(f"{where} needs {len(ids) + count} tokens and the engine holds {longest}; shorten it")
     return Job(ids, count)
 
 

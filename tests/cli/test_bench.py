@@ -12,7 +12,7 @@ import torch
 
 import minillm.analysis
 from minillm import checkpoint, cli
-from minillm.cli import bench, measure
+from minillm.cli import bench, measure, workload
 from minillm.cli.quality import TEXT, compare_to_float32, kl_divergence, loss, step_logits
 from minillm.cli.transformers_engine import TransformersEngine
 from minillm.generate import generate
@@ -32,6 +32,7 @@ NEEDED = {
 @pytest.fixture
 def run(monkeypatch, capsys, folder):
     monkeypatch.setattr(minillm.analysis, "measure", lambda device: MACHINE)
+    monkeypatch.setattr(workload, "REQUESTS", 2)  # test_throughput.py has the whole workload
 
     def run(*arguments) -> str:
         assert cli.main(["bench", "--model", str(folder), "--dtype", "float32", *SMALL, *arguments]) == 0

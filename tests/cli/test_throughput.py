@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 
 import minillm.analysis
 from minillm import checkpoint, cli
-from minillm.cli import throughput, workload
+from minillm.cli import measure, throughput, workload
 from minillm.cli.common import load_tokenizer
 from minillm.cli.transformers_engine import TransformersEngine
 from minillm.cli.workload import Job
+from minillm.engine import Engine
 from minillm.errors import EngineError, RequestError
 from minillm.scheduler_config import SchedulerConfig
-from tests.cli.models import MACHINE
+from tests.cli.models import MACHINE, change_config
 
 SMALL = ["--prompt-tokens", "8", "--output-tokens", "6", "--prefill-tokens", "40", "--rounds", "2"]
 JOBS = [{"prompt_token_ids": [3, 4, 5], "max_tokens": 4}, {"prompt_token_ids": [7] * 9, "max_tokens": 7}]
@@ -42,9 +44,12 @@ def test_bench_reports_throughput_of_a_file(bench, tmp_path):
     assert v["throughput_static"] == {}
 
 
-def test_bench_takes_turns_with_static_batches(bench):
+def test_bench_takes_turns_with_static_batches(bench, monkeypatch):
+    monkeypatch.setattr(workload, "REQUESTS", 3)
+    monkeypatch.setattr(throughput, "STATIC_BATCH", 2)
     v = json.loads(bench("--json", "--compare", "transformers"))
-    assert v["workload"]["requests"] == 32
+    assert v["workload"]["requests"] == 3
+    assert v["transformers"]["static_batch"] == 2
     theirs = v["transformers"]
     assert theirs["throughput_tok_s"] == v["throughput_static"]["transformers_tok_s"]
     assert theirs["throughput_speedup"] == v["throughput_tok_s"] / theirs["throughput_tok_s"]
@@ -66,7 +71,8 @@ def test_bench_takes_turns_with_static_batches(bench):
         ('[{"prompt_token_ids": [3, 99999999], "max_tokens": 2}]', "a list of ids, 0 to"),
         ('[{"prompt_token_ids": [3], "max_tokens": 0}]', "at least 1"),
         ('[{"prompt_token_ids": [3], "max_tokens": 1.5}]', "a whole number"),
-        ('[{"prompt_token_ids": [3], "max_tokens": 999999}]', "the model's context is"),
+        ('[{"prompt_token_ids": [3], "max_tokens": 999999}]', "and the engine holds 512"),
+        (json.dumps([{"prompt_token_ids": [3] * 500, "max_tokens": 13}]), "needs 513 tokens"),
     ],
 )
 def test_a_bad_workload_is_named(bench, tmp_path, text, named):
@@ -76,6 +82,39 @@ def test_a_bad_workload_is_named(bench, tmp_path, text, named):
     assert named in line
     assert "jobs.json" in line
     assert line.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("context", "memory", "most"), [(16384, 1 << 30, 8192), (16384, 1 << 20, 1361), (512, 1 << 30, 512)]
+)
+def test_what_the_engine_will_not_hold_is_refused_before_anything_runs(
+    bench, folder, tmp_path, monkeypatch, context, memory, most
+):
+    """By the engine's own limit below the context, by the cache's memory (85 blocks of 12 KiB), by the context."""
+    monkeypatch.setattr(throughput, "CACHE_BYTES", memory)
+    monkeypatch.setattr(measure, "warm_up", lambda *_: pytest.fail("something ran"))
+    model = with_context(folder, tmp_path, context)
+    path = tmp_path / "jobs.json"
+    path.write_text(json.dumps([JOBS[0], {"prompt_token_ids": [3] * (most - 2), "max_tokens": 20}]))
+    line = bench("--model", str(model), "--workload", str(path))
+    assert f"entry 1 needs {most + 18} tokens and the engine holds {most}; shorten it" in line
+    config = throughput.config_of(checkpoint.load_model(model))
+    assert throughput.longest(config) == most == Engine(*checkpoint.load(model), config).scheduler.max_sequence
+
+
+def with_context(folder, tmp_path, context):
+    model = shutil.copytree(folder, tmp_path / "model")
+    change_config(model, max_position_embeddings=context)
+    return model
+
+
+def test_reserved_waste_reserves_no_more_than_the_context(folder):
+    """8192 tokens each, where the context has 512, would be waste that no engine makes."""
+    model = checkpoint.load_model(folder)
+    assert model.config.max_position_embeddings == 512
+    config = throughput.config_of(model)
+    v = throughput.waste(config, [Job([3] * 10, 2)])
+    assert v["kv_waste_reserved"] == pytest.approx(1 - (10 + 11) / (2 * 512))
 
 
 def test_a_missing_workload_is_named(bench, tmp_path):
