@@ -57,6 +57,12 @@ def sequences_end_to_end(slot_mapping, judge: Judge) -> None:
     )
 
 
+def blocks_of_any_size(slot_mapping, judge: Judge) -> None:
+    for size in (1, 3, 7, 16):
+        case = ([[4, 9, 0, 6] * 6, [2, 8, 3, 5] * 6], [size - 1, 2 * size], [size + 3, 5], size, size + 8)
+        mapped(slot_mapping, case, judge, "a block size written as a number; it is the argument block_size.")
+
+
 def padding_writes_nothing(slot_mapping, judge: Judge) -> None:
     mapped(
         slot_mapping,
@@ -72,7 +78,13 @@ SLOTS = Exercise(
     chapter="09",
     difficulty=1,
     minutes=15,
-    checks=[one_prompt, positions_count_from_the_start, sequences_end_to_end, padding_writes_nothing],
+    checks=[
+        one_prompt,
+        positions_count_from_the_start,
+        sequences_end_to_end,
+        padding_writes_nothing,
+        blocks_of_any_size,
+    ],
     mistakes=[
         Mistake("block number alone", "one_prompt", edit=("* block_size + t %", "+ t %")),
         Mistake("by position in the sequence", "one_prompt", edit=("table[t // block_size]", "(t // block_size)")),
@@ -95,6 +107,8 @@ SLOTS = Exercise(
         ),
         Mistake("no padding", "padding_writes_nothing", edit=(" + [-1] * (rows - len(slots))", "")),
         Mistake("pads with slot 0", "padding_writes_nothing", edit=("[-1] *", "[0] *")),
+        Mistake("finds the block by 4", "blocks_of_any_size", edit=("t // block_size", "t // 4")),
+        Mistake("finds the place by 4", "blocks_of_any_size", edit=("t % block_size", "t % 4")),
     ],
     forbids=("minillm.paging",),
 )
@@ -295,6 +309,15 @@ def large_scores(paged_attention, judge: Judge) -> None:
     attended(paged_attention, queries(4, 8, 6, 8.0), k, v, keys, values, table, judge, hint)
 
 
+def other_sizes(paged_attention, judge: Judge) -> None:
+    hint = "a block size, a head size or a number of heads written as a number; they are in the shapes."
+    for size, dim, kv_heads, group in ((1, 4, 1, 2), (3, 16, 2, 3), (7, 6, 4, 1), (16, 32, 1, 5)):
+        for length in (1, size, size + 1, 3 * size - 1):
+            k, v, keys, values, table = cache_of(length, size, kv_heads, dim, length)
+            q = queries(kv_heads * group, dim, size, 2.0)
+            attended(paged_attention, q, k, v, keys, values, table, judge, hint)
+
+
 _MASKED = """
 def paged_attention(q, key_blocks, value_blocks, table, length):
     (H, D), Hkv = q.shape, key_blocks.shape[2]
@@ -335,6 +358,15 @@ def paged_attention(q, key_blocks, value_blocks, table, length):
     return torch.nn.functional.scaled_dot_product_attention(q[:, None], k, v, enable_gqa=True)[:, 0]
 """
 
+_FIXED_SIZES = """
+def paged_attention(q, key_blocks, value_blocks, table, length):
+    blocks = table[: -(-length // 4)]
+    k, v = (torch.cat([side[b] for b in blocks])[:length] for side in (key_blocks, value_blocks))
+    group = q.shape[0] // k.shape[1]
+    heads = range(q.shape[0])
+    return torch.stack([(k[:, h // group] @ q[h] / 8**0.5).softmax(0) @ v[:, h // group] for h in heads])
+"""
+
 ATTENTION = Exercise(
     name="paged_attention",
     title="Attention over blocks",
@@ -349,6 +381,7 @@ ATTENTION = Exercise(
         spare_blocks_are_not_read,
         stale_slots_are_not_touched,
         large_scores,
+        other_sizes,
     ],
     mistakes=[
         Mistake("no scale", "one_full_block", edit=(" / D**0.5", "")),
@@ -388,6 +421,13 @@ ATTENTION = Exercise(
         Mistake("the table says where it ends", "spare_blocks_are_not_read", source=_WHOLE_TABLE),
         Mistake("masks what it should cut", "stale_slots_are_not_touched", source=_MASKED),
         Mistake("no maximum", "large_scores", source=_NO_MAXIMUM),
+        Mistake(
+            "blocks of 4",
+            "other_sizes",
+            edit=("= q.shape, key_blocks.shape", "= q.shape, (0, 4, *key_blocks.shape[2:])"),
+        ),
+        Mistake("heads of 8", "other_sizes", edit=("/ D**0.5", "/ 8**0.5")),
+        Mistake("blocks of 4, heads of 8, in one go", "other_sizes", source=_FIXED_SIZES),
     ],
     forbids=("minillm.paging", "minillm.attention"),
 )

@@ -357,6 +357,12 @@ ALLOCATOR = Exercise(
             edit=("            self.counts[block] += 1", "            pass"),
         ),
         Mistake(
+            "counts in blocks of 4",
+            "any_order_of_things",
+            edit=("-(-tokens // self.block_size)", "-(-tokens // 4)"),
+        ),
+        Mistake("grows in blocks of 4", "any_order_of_things", edit=("% self.block_size == 0", "% 4 == 0")),
+        Mistake(
             "no more than two",
             "the_last_holder_frees",
             edit=("            self.counts[block] += 1", "            self.counts[block] = 2"),
