@@ -21,7 +21,7 @@ from .errors import ApiError
 from .strict_json import dumps
 
 ACCEPTS = 16  # connections taken in one turn of the event loop, before they are counted
-SPARE = 16  # connections above the limit that are told so; further ones are closed
+SPARE = 16  # connections above the limit that may take their time to read so; further ones are closed at once
 _FILES = 64  # descriptors for all else: three turns of ACCEPTS, and files that the process opens
 _LINGER_S = 2.0  # what a refused client gets to read its answer in
 _UNREAD_S = 60.0  # and one whose answer is complete, but still not read
@@ -51,11 +51,11 @@ class Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
         over = len(self.connections) - self._limit
-        if over > SPARE:
-            transport.abort()
-        elif over > 0:
+        if over > 0:
             message = f"this server holds {self._limit} connections, its limit; close some, or come later"
             self._refuse(ApiError(503, message, "too_many_connections", headers={"Retry-After": "1"}))
+            if over > SPARE:
+                transport.close()
         else:
             self._watch()
 
