@@ -26,7 +26,7 @@ from .attention import sdpa_attention
 from .block_pool import NULL
 from .config import ModelConfig
 
-GROUP_SLOTS = 2048  # padded tokens gathered at once for decode: keys and values then stay in a CPU's own cache
+GROUP_BYTES = 3 << 20  # of keys and values gathered at once for decode, so that they stay in a CPU's own cache
 
 
 class SequenceStep(NamedTuple):
@@ -215,13 +215,14 @@ class PagedStep:
         return out.reshape(B, H, D).to(q.dtype)
 
     def _decode_groups(self, window: int | None) -> list[_Group]:
-        """Sequences of like length together, as many as GROUP_SLOTS padded tokens hold. Made once a step."""
+        """Sequences of like length together, as many as GROUP_BYTES hold with their padding. Made once a step."""
         if window in self._groups:
             return self._groups[window]
         groups, members = [], []
         size = self.cache.block_size
+        most = GROUP_BYTES * self.cache.config.num_hidden_layers // self.cache.block_bytes  # blocks of one layer
         for s in self._decodes:  # ascending, so the last is the longest
-            if members and (len(members) + 1) * -(-s.context // size) * size > GROUP_SLOTS:
+            if members and (len(members) + 1) * -(-s.context // size) > most:
                 groups.append(self._group(members, window))
                 members = []
             members.append(s)
