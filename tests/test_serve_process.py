@@ -28,6 +28,9 @@ def folder(tmp_path_factory):
     return tmp_path_factory.getbasetemp() / "serving-chat"
 
 
+STOPPING = "stopping: {} requests under way; a second signal ends at once\n"
+
+
 @contextmanager
 def started(folder, *options, files=None, **environment):
     """files: how many it may have open."""
@@ -39,7 +42,8 @@ def started(folder, *options, files=None, **environment):
     )
     try:
         line = process.stdout.readline()
-        url = re.fullmatch(r"serving serving-chat at (http://127\.0\.0\.1:\d+)/v1\n", line)
+        room = r"\(cache for \d+ tokens, 512 a request\)"
+        url = re.fullmatch(rf"serving serving-chat at (http://127\.0\.0\.1:\d+)/v1 {room}\n", line)
         assert url, (line, process.stderr.read() if process.poll() is not None else "")
         yield SimpleNamespace(url=url.group(1), process=process)
     finally:
@@ -63,7 +67,7 @@ def test_a_process_from_start_to_drain(folder):
         assert seen
         assert server.process.wait(20) == 0
         assert server.process.stdout.read() == ""
-        assert server.process.stderr.read() == ""
+        assert server.process.stderr.read() == STOPPING.format(1)
 
 
 def _until_draining(url, headers) -> bool:
@@ -113,7 +117,7 @@ def test_more_connections_than_file_descriptors(folder):
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(20) == 0
         assert time.monotonic() - began < 8
-        assert server.process.stderr.read() == "", "the process ran out of file descriptors"
+        assert server.process.stderr.read() == STOPPING.format(0), "the process ran out of file descriptors"
         for sock in held:
             sock.close()
 

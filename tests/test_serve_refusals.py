@@ -206,7 +206,12 @@ def test_an_over_long_prompt_is_told_how_long(server):
         error = check_error(send(server, path, body), 400, "context_length_exceeded")
         assert error["param"] == param
         assert "at most 511" in error["message"]
-    assert send(server, TEXT, {"prompt": [7] * 511, "max_tokens": 5}).json()["usage"]["completion_tokens"] == 1
+    assert send(server, TEXT, {"prompt": [7] * 511, "max_tokens": 1}).json()["usage"]["completion_tokens"] == 1
+    assert send(server, TEXT, {"prompt": [7] * 511}).json()["usage"]["completion_tokens"] == 1  # the default is a wish
+    for path, body in ((TEXT, {"prompt": [7] * 508}), (CHAT, {**USER, "max_completion_tokens": 512})):
+        error = check_error(send(server, path, {"max_tokens": 5, **body} if path == TEXT else body), 400)
+        assert (error["code"], error["param"]) == ("context_length_exceeded", "max_tokens")
+        assert "are more than the 512 that this server holds" in error["message"]
 
 
 def test_the_servers_own_limit_on_prompts(pair):

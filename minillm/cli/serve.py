@@ -26,12 +26,20 @@ _ENGINE = {
     "block-size": (int, "N", "tokens of one block (default: 16)"),
     "policy": (str, "NAME", "fcfs, or priority: a request's priority counts, lower runs first"),
     "prefix-cache": (str, "NAME", "hash, radix or off (default: hash)"),
+    "preemption": (str, "NAME", "recompute, or swap to host memory (default: recompute)"),
+    "watermark": (float, "SHARE", "of the blocks, which an admission leaves free (default: 0.01)"),
+    "long-prefill-token-threshold": (int, "N", "most tokens of one prompt in a step (default: 0, no limit)"),
     "num-host-blocks": (int, "N", "blocks in host memory (default: 0)"),
     "host-reuse": (str, "NAME", "measured, always or never: whether prefixes come back from host memory"),
     "max-waiting": (int, "N", f"requests in the queue before further ones get 429 (default: {MAX_WAITING})"),
     "ttft-slo": (float, "SECONDS", "refuse requests whose first token would come later than this"),
 }
 _FIELDS = {"ttft_slo": "ttft_slo_s"}
+_ALSO = {"policy": ["--scheduling-policy"]}  # vLLM's name
+_SWITCHES = {
+    "no-enable-prefix-caching": "the same as --prefix-cache off",
+    "no-enable-chunked-prefill": "take prompts whole",
+}
 
 
 def add_parser(commands) -> None:
@@ -48,7 +56,11 @@ def add_parser(commands) -> None:
     _add_server_options(parser.add_argument_group("server"))
     group = parser.add_argument_group("engine")
     for flag, (kind, metavar, text) in _ENGINE.items():
-        group.add_argument(f"--{flag}", type=kind, metavar=metavar, help=text)
+        names = [f"--{flag}", *_ALSO.get(flag, ())]
+        group.add_argument(*names, dest=flag.replace("-", "_"), type=kind, metavar=metavar, help=text)
+    for flag, text in _SWITCHES.items():
+        group.add_argument(f"--{flag}", action="store_true", help=text)
+    group.add_argument("--kv-cache-dtype", default="auto", metavar="NAME", help="auto, float32, bfloat16 or float16")
     group.add_argument("--kv-cache-bytes", type=int, default=1 << 30, metavar="N", help="memory for the KV cache "
                        "(default: 1 GiB)")  # fmt: skip
 
@@ -107,9 +119,15 @@ def _engine(args: argparse.Namespace):
     names = {flag: flag.replace("-", "_") for flag in _ENGINE}
     options = {_FIELDS.get(n, n): v for n in names.values() if (v := getattr(args, n)) is not None}
     options.setdefault("max_waiting", MAX_WAITING)
+    if args.no_enable_prefix_caching:
+        options["prefix_cache"] = "off"
+    if args.no_enable_chunked_prefill:
+        options["enable_chunked_prefill"] = False
     _check_options(options)
     model, tokenizer = common.load(args)
-    return AsyncEngine(Engine(model, tokenizer, scheduler_config(model, args.kv_cache_bytes, options)))
+    dtype = args.kv_cache_dtype
+    config = scheduler_config(model, args.kv_cache_bytes, options, dtype)
+    return AsyncEngine(Engine(model, tokenizer, config, kv_cache_dtype=dtype))
 
 
 def _check_options(options: dict) -> None:

@@ -135,11 +135,18 @@ def serve_process(engine: AsyncEngine, settings: ServerSettings, sock: socket.so
             if told:
                 os._exit(128 + number)
             told.append(number)
+            running = server.state.active
+            print(f"stopping: {running} requests under way; a second signal ends at once", file=sys.stderr, flush=True)
             server.begin_drain(settings.drain_timeout_s)
 
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, stop, number)
-        await server.serve(sock, lambda: print(f"serving {settings.model_name} at {url_of(sock)}/v1", flush=True))
+        scheduler = engine.engine.scheduler
+        room = (
+            f"cache for {scheduler.pool.total * scheduler.pool.block_size} tokens, {scheduler.max_sequence} a request"
+        )
+        line = f"serving {settings.model_name} at {url_of(sock)}/v1 ({room})"
+        await server.serve(sock, lambda: print(line, flush=True))
 
     asyncio.run(main())
     engine.shutdown()

@@ -42,6 +42,8 @@ def make_job(body: GenerationRequest, engine: Engine, settings: ServerSettings, 
     params = sampling_params(body)
     params.validate(engine.vocab_size)
     prompts = [_chat_prompt(body, engine, settings)] if is_chat else _prompts(body, engine, settings)
+    if body.max_tokens is not None or is_chat:
+        _check_room(prompts, params.max_tokens, engine)
     name = f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}"
     salt = () if body.cache_salt is None else (("salt", body.cache_salt),)
     return Job(
@@ -127,6 +129,14 @@ def _check_choices(prompts: int, n: int, settings: ServerSettings) -> None:
     if prompts * n > settings.max_choices:
         message = f"{prompts} prompts with n {n} are more than {settings.max_choices} answers; send several requests"
         raise invalid(message, param="n")
+
+
+def _check_room(prompts: list[list[int]], max_tokens: int | None, engine: Engine) -> None:
+    """What was asked for must be possible; a client that wants as much as there is leaves max_tokens out."""
+    longest, most = max(map(len, prompts)), engine.scheduler.max_sequence
+    if max_tokens is not None and longest + max_tokens > most:
+        message = f"{longest} prompt tokens and max_tokens {max_tokens} are more than the {most} that this server holds"
+        raise invalid(f"{message}; lower max_tokens, or leave it out", "context_length_exceeded", "max_tokens")
 
 
 def _check_length(tokens: int, engine: Engine, settings: ServerSettings, param: str = "prompt") -> None:
