@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import threading
 from collections.abc import Callable, Sequence
@@ -81,13 +82,10 @@ class FakeServer:
         self._loop.close()
 
     async def _serve(self, reader, writer):
-        try:
+        gone = (ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError)
+        with contextlib.closing(writer), contextlib.suppress(*gone):
             while await self._one(reader, writer):
-                pass
-        except (ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
-            pass
-        finally:
-            writer.close()
+                continue
 
     async def _one(self, reader, writer) -> bool:
         head = (await reader.readuntil(b"\r\n\r\n")).decode()

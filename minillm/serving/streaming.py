@@ -101,12 +101,11 @@ class EventStream(Response):
         last = b""
         async with aclosing(self._outputs):
             try:
-                await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-                await self._guard.run(self._send(send))
+                with suppress(ClientGone):
+                    await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+                    await self._guard.run(self._send(send))
             except ApiError as error:
                 last = event(error.body)
-            except ClientGone:
-                pass
         with suppress(TimeoutError):  # a reader whose socket is still full hears no last word
             async with asyncio.timeout(_LAST_WORD_S):
                 await send({"type": "http.response.body", "body": last})
