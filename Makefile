@@ -10,7 +10,7 @@ STAMP := $(VENV)/installed
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null && echo $$p && break; done)
 
-.PHONY: run test lab bench setup lint unit notebooks clean
+.PHONY: run test lab bench gpu setup lint unit notebooks clean
 
 run: setup
 	@$(BIN)/python -m minillm demo
@@ -52,3 +52,6 @@ $(STAMP): requirements.txt pyproject.toml
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis *.egg-info
+
+gpu:
+	@python3 -m kernels gpu

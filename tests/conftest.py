@@ -10,6 +10,10 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest
 import torch
 
+if not torch.cuda.is_available():
+    # Kernels run through Triton's interpreter, which has to be asked for before anything imports triton.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 from minillm import checkpoint
 from minillm.gguf_file import GGUFFile
 

@@ -1,0 +1,57 @@
+"""python -m kernels aot | gpu | list"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+
+try:
+    import torch  # noqa: F401
+except ImportError:
+    print(f"error: {sys.executable} has no torch; run this with a Python that has torch and triton", file=sys.stderr)
+    sys.exit(2)
+
+from kernels import aot, gpu
+from kernels.catalog import kernel_files
+from kernels.launch import KernelError
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m kernels", description="The kernels, without a GPU and with one.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    compiling = commands.add_parser("aot", help="compile every kernel for sm_75 to sm_100; needs no GPU")
+    compiling.add_argument("--json", action="store_true", help="rows as JSON instead of a table")
+    compiling.add_argument("--only", default="", metavar="TEXT", help="kernels whose name contains this")
+    compiling.add_argument("--workers", type=int, help="processes (one a core)")
+    running = commands.add_parser("gpu", help="test and time every kernel on the GPU of this machine")
+    running.add_argument("--budget", type=float, default=420, metavar="S", help="seconds after which to stop (420)")
+    running.add_argument("--only", default="", metavar="TEXT", help="kernel files whose name contains this")
+    running.add_argument("--out", help="where the JSON goes (figures/measurements/)")
+    commands.add_parser("list", help="kernel files and what each hands to the tools")
+    args = parser.parse_args(argv)
+    try:
+        return {"aot": _aot, "gpu": gpu.main, "list": _list}[args.command](args)
+    except KernelError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def _aot(args: argparse.Namespace) -> int:
+    rows = aot.compile_all(args.only, args.workers)
+    print(json.dumps(rows, indent=1) if args.json else aot.table(rows))
+    bad = [row for row in rows if row["faults"]]
+    for row in bad:
+        print(f"error: {row['kernel']} on {row['target']}: {'; '.join(row['faults'])}", file=sys.stderr)
+    return 1 if bad else 0
+
+
+def _list(args: argparse.Namespace) -> int:
+    for file in kernel_files():
+        counts = ", ".join(f"{len(getattr(file, name, []))} {name}" for name in ("CASES", "COMPILE", "BENCHES"))
+        print(f"{file.__name__.removeprefix('kernels.'):16} {file.__doc__.splitlines()[0]}  [{counts}]")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
