@@ -210,7 +210,7 @@ def _case(name, t, heads, d, stored=None, layout=lambda x: x, scale=1.0) -> Case
     def make(device, dtype, generator):
         k, v, k_cache, v_cache, *rest = inputs(device, dtype, generator, t, heads, d, stored)
         k, v = layout(k * scale), layout(v)
-        return Trial(kv_write, kv_write_reference, (k, v, k_cache, torch.stack([v_cache, v_cache])[1], *rest))
+        return Trial(kv_write, kv_write_reference, (k, v, k_cache, swapped(v_cache), *rest))
 
     return Case(name, make)
 

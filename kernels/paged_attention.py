@@ -261,6 +261,7 @@ CASES = [
     _case("chunk, decodes, whole prompt", [(33, 81), (1, 145), (1, 1), (49, 49)], 3, 1, 64),
     _case("decodes alone, padding rows", [(1, 17), (1, 0), (1, 49)], 4, 2, 96, padding=3),
     _case("window shorter than a tile", [(49, 81), (1, 70)], 6, 2, 32, page=8, window=7),
+    _case("rows that see nothing of the first tile", [(49, 81)], 1, 1, 256, window=7),
     _case("window", [(33, 145)], 2, 1, 128, window=81, layout=swapped),
     _case("soft-cap", [(17, 49), (1, 33)], 2, 2, 64, soft_cap=2.0),
     _case("int8", [(17, 81), (1, 33)], 4, 2, 64, int8=True, padding=1),

@@ -158,34 +158,15 @@ def id_of_tie(row_ptr, v, key, wanted, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def sampling_kernel(
-    logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seeds_ptr, positions_ptr, sequences_ptr,
-    ids_ptr, kept_ptr, logits_b, kept_b, v, greedy_below,
-    SURVIVORS: tl.constexpr, PIVOTS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    b = tl.program_id(0).to(tl.int64)
-    row_ptr = logits_ptr + b * logits_b
-    peak = peak_of(row_ptr, v, BLOCK)
-    if (peak != peak) | (tl.abs(peak) == float("inf")):
-        tl.store(ids_ptr + b, -1)
-        return
-    temperature = tl.load(temperature_ptr + b)
-    greedy = temperature < greedy_below
-    temperature = tl.where(greedy, 1.0, temperature)
-    factor = LOG2E / temperature
-    k = tl.where(greedy, 1, tl.load(top_k_ptr + b))
-    k = tl.where(k <= 0, v, k)
-    p = tl.where(greedy, 1.0, tl.load(top_p_ptr + b))
-    min_p = tl.load(min_p_ptr + b)
-
-    cut = tl.where(min_p > 0.0, peak + temperature * tl.log(tl.where(min_p > 0.0, min_p, 1.0)), -LARGEST)
-    low = order_key(tl.maximum(cut, -LARGEST))
+def cuts(row_ptr, v, peak, factor, lowest, k, p, PIVOTS: tl.constexpr, BLOCK: tl.constexpr):
+    """What top-k and top-p leave of the logits from `lowest` up: key, last id among its ties, mass of the survivors."""
+    counts, masses = tails(row_ptr, v, lowest + tl.arange(0, 1), peak, factor, 1, BLOCK)
+    low = lowest
     high = order_key(peak)
-    counts, masses = tails(row_ptr, v, low + tl.arange(0, 1), peak, factor, 1, BLOCK)
-    n = tl.sum(counts, axis=0)  # tokens from the threshold up
+    n = tl.sum(counts, axis=0)  # tokens from `low` up
     mass = tl.sum(masses, axis=0)  # of those that are kept
-    ties = n  # of those at the threshold ...
-    kept_ties = n  # ... the ones that are kept
+    ties = n  # tokens at `low`, the last ones in the order ...
+    kept_ties = n  # ... and how many of them are kept
     if k < n:
         low, n, mass, above, mass_above = search(
             row_ptr, v, peak, factor, low, high, n, mass, k, 0.0, PIVOTS, BLOCK
@@ -201,41 +182,76 @@ def sampling_kernel(
         )  # fmt: skip
         weight = tl.exp2((value_of(edge) - peak) * factor)
         needed = tl.ceil((goal - mass_above) / tl.maximum(weight, 1e-38))
-        most = tl.where(edge == low, tl.minimum(n - above, kept_ties), n - above)
-        kept_ties = tl.minimum(tl.maximum(needed, 1.0), most.to(tl.float32)).to(tl.int32)
         ties = n - above
+        most = tl.where(edge == low, tl.minimum(ties, kept_ties), ties).to(tl.float32)
+        kept_ties = tl.minimum(tl.maximum(needed, 1.0), most).to(tl.int32)
         mass = tl.where(kept_ties < ties, mass_above + kept_ties * weight, tail)
         low = edge
     last = v
     if kept_ties < ties:
         last = id_of_tie(row_ptr, v, low, kept_ties, BLOCK)
+    return low, last, mass
 
-    position = tl.load(positions_ptr + b)
-    words, _, _, _ = tl.philox(
-        tl.load(seeds_ptr + b),
-        position.to(tl.uint32), (position >> 32).to(tl.uint32), tl.load(sequences_ptr + b).to(tl.uint32), 0,
-    )  # fmt: skip
-    target = (words >> 8).to(tl.float32) * 5.9604644775390625e-08 * mass  # 2^-24
+
+@triton.jit
+def draw(row_ptr, kept_ptr, v, peak, factor, low, last, target, SURVIVORS: tl.constexpr, BLOCK: tl.constexpr):
+    """The first survivor at which the running mass passes the target."""
     i = tl.arange(0, BLOCK)
     reached = 0.0
     token = -1
-    heaviest = -1  # if rounding left the target beyond the end: the last token with weight
+    final = -1  # the last token with weight, if rounding left the target beyond the end
     for start in range(0, v, BLOCK):
         x = tl.load(row_ptr + start + i, mask=start + i < v, other=float("-inf")).to(tl.float32)
         key = order_key(x)
         kept = (key > low) | ((key == low) & (start + i <= last))
         if SURVIVORS:
-            tl.store(kept_ptr + b * kept_b + start + i, kept.to(tl.int8), mask=start + i < v)
+            tl.store(kept_ptr + start + i, kept.to(tl.int8), mask=start + i < v)
         weight = tl.where(kept, tl.exp2((x - peak) * factor), 0.0)
         here = tl.sum(weight, axis=0)
         latest = tl.max(tl.where(weight > 0.0, start + i, -1), axis=0)
-        heaviest = tl.maximum(heaviest, latest)
+        final = tl.maximum(final, latest)
         if (token < 0) & (reached + here > target):
             beyond = (reached + tl.cumsum(weight, axis=0) > target) & (weight > 0.0)
             first = tl.min(tl.where(beyond, start + i, v), axis=0)
             token = tl.where(first < v, first, latest)
         reached += here
-    tl.store(ids_ptr + b, tl.where(token < 0, heaviest, token).to(tl.int64))
+    return tl.where(token < 0, final, token)
+
+
+@triton.jit
+def sampling_kernel(
+    logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seeds_ptr, positions_ptr, sequences_ptr,
+    ids_ptr, kept_ptr, logits_b, kept_b, v, greedy_below,
+    SURVIVORS: tl.constexpr, PIVOTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Program b draws from row b. Greedy is top-k with k = 1."""
+    b = tl.program_id(0).to(tl.int64)
+    row_ptr = logits_ptr + b * logits_b
+    peak = peak_of(row_ptr, v, BLOCK)
+    if (peak != peak) | (tl.abs(peak) == float("inf")):
+        tl.store(ids_ptr + b, -1)
+        return
+    temperature = tl.load(temperature_ptr + b)
+    greedy = temperature < greedy_below
+    temperature = tl.where(greedy, 1.0, temperature)
+    factor = LOG2E / temperature
+    k = tl.where(greedy, 1, tl.load(top_k_ptr + b))
+    k = tl.where(k <= 0, v, k)
+    p = tl.where(greedy, 1.0, tl.load(top_p_ptr + b))
+    min_p = tl.load(min_p_ptr + b)
+    cut = tl.where(min_p > 0.0, peak + temperature * tl.log(tl.where(min_p > 0.0, min_p, 1.0)), -LARGEST)
+    lowest = order_key(tl.maximum(cut, -LARGEST))
+    low, last, mass = cuts(row_ptr, v, peak, factor, lowest, k, p, PIVOTS, BLOCK)
+
+    position = tl.load(positions_ptr + b)
+    word, _, _, _ = tl.philox(
+        tl.load(seeds_ptr + b),
+        position.to(tl.uint32), (position >> 32).to(tl.uint32), tl.load(sequences_ptr + b).to(tl.uint32), 0,
+    )  # fmt: skip
+    target = (word >> 8).to(tl.float32) * 5.9604644775390625e-08 * mass  # 2^-24
+    kept_ptr += b * kept_b
+    token = draw(row_ptr, kept_ptr, v, peak, factor, low, last, target, SURVIVORS, BLOCK)
+    tl.store(ids_ptr + b, token.to(tl.int64))
 
 
 def sampling(

@@ -69,16 +69,22 @@ def test_all_of_head_128_counts():
 
 
 def test_a_block_beyond_two_to_the_31_bytes():
-    """vllm#47671, sglang#20389: block · stride in 32 bits. The caches are views that only touch two blocks."""
-    stride, blocks = 2**29, 6
-    storage = torch.empty(stride * (blocks - 1) + 2 * 2 * 16, dtype=torch.float16, device=harness.DEVICE)
+    """vllm#47671, sglang#20389: block · stride in 32 bits. The caches are views that only touch two blocks.
+
+    8 · 2²⁹ is 0 in 32 bits, so that the mistake reads block 0 instead of what does not exist.
+    """
+    stride, blocks = 2**29, 9
+    storage = torch.empty(stride * (blocks - 1) + 2 * 2 * 16, dtype=torch.int8, device=harness.DEVICE)
     k, v = (torch.as_strided(storage, (blocks, 2, 1, 16), (stride, 16, 16, 1), offset) for offset in (0, 32))
     for side in (k, v):
-        side[blocks - 1] = torch.randn(2, 1, 16)
-    q, ints = torch.randn(1, 1, 16).half(), {"dtype": torch.int32, "device": harness.DEVICE}
-    args = (q.to(k.device), k, v, torch.tensor([[blocks - 1]], **ints), torch.tensor([2], **ints))
+        side[0], side[blocks - 1] = 1, torch.randint(-127, 127, (2, 1, 16), device=harness.DEVICE)
+    scales = [torch.full((blocks, 2, 1), 0.01, device=harness.DEVICE) for _ in range(2)]
+    ints = {"dtype": torch.int32, "device": harness.DEVICE}
+    args = (torch.randn(1, 1, 16, device=harness.DEVICE), k, v, torch.tensor([[blocks - 1]], **ints))
+    options = {"context_lengths": torch.tensor([2], **ints), "k_scales": scales[0], "v_scales": scales[1]}
     torch.testing.assert_close(
-        paged_decode.paged_decode(*args, backend="triton"), paged_decode.paged_decode(*args, backend="torch")
+        paged_decode.paged_decode(*args, **options, backend="triton"),
+        paged_decode.paged_decode(*args, **options, backend="torch"),
     )
 
 
