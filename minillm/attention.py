@@ -66,6 +66,8 @@ class Attention(nn.Module):
     Source: Shazeer 2019 (arXiv 1911.02150) for multi-query, Ainslie et al. 2023 (arXiv 2305.13245) for grouped.
     """
 
+    rotate = staticmethod(apply_rotary)  # a backend may have its own: see triton_layers.py
+
     def __init__(
         self,
         config: ModelConfig,
@@ -91,7 +93,7 @@ class Attention(nn.Module):
             with region("qk_norm"):
                 qk = torch.cat([self.q_norm(qk[:, :H]), self.k_norm(qk[:, H:])], dim=1)
         with region("rotary"):
-            qk = apply_rotary(qk, rotation)  # queries and keys turn alike, so both at once
+            qk = self.rotate(qk, rotation)  # queries and keys turn alike, so both at once
         with region("attention"):
             out = cache.attend(self.layer, qk[:, :H], qk[:, H:], v)  # (T, H, D)
         with region("o_proj"):

@@ -10,6 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from .backend import choose, with_backend
 from .config import ModelConfig
 from .errors import CheckpointError, ConfigError, short
 from .fetch import default_model_path, locate
@@ -24,25 +25,31 @@ __all__ = ["DTYPES", "cache_dir", "default_model_path", "load", "load_model", "l
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 
 
-def load(source: str | Path | None = None, dtype: str = "auto", device: str = "cpu") -> tuple[Transformer, Tokenizer]:
+def load(
+    source: str | Path | None = None, dtype: str = "auto", device: str = "cpu", backend: str = "auto"
+) -> tuple[Transformer, Tokenizer]:
     """Model and tokenizer from a .gguf file, a model folder or a hub name; None is the default model.
 
     dtype "float32" computes exactly what the file says and is what the equality tests use. "float16" and "bfloat16"
-    store matrices so; "auto" takes the fastest layouts measured on this machine (see packing.py).
-    Raises CheckpointError, ConfigError, FetchError or TokenizerError, each naming the file.
+    store matrices so; "auto" takes the fastest layouts measured on this machine (see packing.py). `backend` is
+    "triton", "torch" or "auto" (see backend.py).
+    Raises CheckpointError, ConfigError, FetchError or TokenizerError, each naming the file; EngineError or KernelError
+    for a backend that cannot run here.
     """
+    choose(backend, device)  # before anything is fetched
     path = locate(source)
     if path.is_file():
         file = GGUFFile(path, keep_int4=dtype == "auto" and device == "cpu")
-        return _build(file.config, file, dtype, device, path), Tokenizer.from_gguf(file.fields)
-    return load_model(path, dtype, device), Tokenizer.from_file(path)
+        model = with_backend(_build(file.config, file, dtype, device, path), backend)
+        return model, Tokenizer.from_gguf(file.fields)
+    return load_model(path, dtype, device, backend), Tokenizer.from_file(path)
 
 
-def load_model(folder: str | Path, dtype: str = "float32", device: str = "cpu") -> Transformer:
+def load_model(folder: str | Path, dtype: str = "float32", device: str = "cpu", backend: str = "auto") -> Transformer:
     """The model alone, from a folder with config.json and safetensors: for tests, which need no language."""
     folder = Path(folder)
     config = ModelConfig.from_file(folder)
-    return _build(config, SafetensorsFolder(folder), dtype, device, folder)
+    return with_backend(_build(config, SafetensorsFolder(folder), dtype, device, folder), backend)
 
 
 def _build(config: ModelConfig, tensors: Mapping, dtype: str, device: str, where: Path) -> Transformer:
@@ -58,7 +65,7 @@ def _build(config: ModelConfig, tensors: Mapping, dtype: str, device: str, where
     model.layout = layout
     if not on_cpu:  # a GPU multiplies 16-bit matrices as they are
         target = {"auto": torch.bfloat16}.get(dtype) or getattr(torch, dtype)
-        model, model.layout = model.to(device, target), str(target).removeprefix("torch.")
+        model, model.layout = model.place(device, target), str(target).removeprefix("torch.")
     return model
 
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import torch
 
+from .backend import with_backend
 from .batching import Scheduler, SchedulerConfig
 from .errors import EngineError, OverloadedError, RequestError
 from .events import EventLog
@@ -44,7 +45,9 @@ class Engine:
         batch_invariant: bool = False,
         events: EventLog | None = None,
         kv_cache_dtype: str = "auto",
+        backend: str | None = None,
     ) -> None:
+        model = with_backend(model, backend)  # None: the one it was loaded for
         config = config or SchedulerConfig()
         context = model.config.max_position_embeddings
         windows = {model.config.window(layer) for layer in range(model.config.num_hidden_layers)}

@@ -10,6 +10,7 @@ from numbers import Integral
 import numpy as np
 import torch
 
+from .backend import attention
 from .errors import RequestError
 from .kv_cache import ContiguousCache
 from .sampling import SampledToken, SamplingParams, SamplingState, sample
@@ -120,7 +121,7 @@ def stream(
     if cache is None:
         room = model.config.max_position_embeddings
         wanted = room if params.max_tokens is None else len(ids) + params.max_tokens
-        cache = ContiguousCache(model.config, min(room, wanted), model.dtype, model.device)
+        cache = ContiguousCache(model.config, min(room, wanted), model.dtype, model.device, attention(model))
     if cache.length >= len(ids):
         raise RequestError(f"the cache holds {cache.length} tokens, the prompt has {len(ids)}; reset the cache")
     if len(ids) > _room(model, cache):

@@ -40,10 +40,12 @@ class ContiguousCache:
     subject of chapter 09. Raises RequestError when a sequence outgrows it.
     """
 
-    def __init__(self, config: ModelConfig, max_tokens: int, dtype=torch.float32, device="cpu") -> None:
+    def __init__(
+        self, config: ModelConfig, max_tokens: int, dtype=torch.float32, device="cpu", attention=sdpa_attention
+    ) -> None:
         if isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or max_tokens < 1:
             raise RequestError(f"max_tokens is {max_tokens!r}; a cache must hold at least one token, a whole number")
-        self.config, self.max_tokens, self.length = config, max_tokens, 0
+        self.config, self.attention, self.max_tokens, self.length = config, attention, max_tokens, 0
         shape = (config.num_hidden_layers, 2, max_tokens, config.num_key_value_heads, config.head_dim)
         self.storage = torch.zeros(shape, dtype=dtype, device=device)
         self._layers = [(layer[0], layer[1]) for layer in self.storage]  # views: indexing costs as much as a small op
@@ -65,7 +67,7 @@ class ContiguousCache:
             )
         keys, values = self._layers[layer]
         keys[start:end], values[start:end] = k, v
-        out = sdpa_attention(q.to(keys.dtype), keys[:end], values[:end], self.config.window(layer))
+        out = self.attention(q.to(keys.dtype), keys[:end], values[:end], self.config.window(layer))
         return out.to(q.dtype)  # a cache of fewer bits than the model computes in its own precision
 
     def advance(self, count: int) -> None:

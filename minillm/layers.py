@@ -164,9 +164,14 @@ class SwiGLU(nn.Module):
         with region("gate_up_proj"):
             gate, up = self.gate_up_proj(inner).chunk(2, dim=-1)  # (T, f) each
         with region("swiglu"):
-            hidden = F.silu(gate) * up
+            hidden = self.activate(gate, up)
         with region("down_proj"):
             return self.down_proj(hidden).to(x.dtype)
+
+    @staticmethod
+    def activate(gate: Tensor, up: Tensor) -> Tensor:
+        """gate, up (T, f) -> (T, f)."""
+        return F.silu(gate) * up
 
 
 def _common_dtype(x: Tensor, *layers: nn.Module) -> torch.dtype:

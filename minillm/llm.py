@@ -38,7 +38,8 @@ class LLM:
 
     model is a loaded Transformer (then tokenizer is needed), a path or hub name, or None for the default model.
     Memory for the cache is `num_blocks` blocks, or as many as `kv_cache_bytes` hold, and no more than `max_num_seqs`
-    sequences of `max_model_len` can use. Further keywords are those of SchedulerConfig.
+    sequences of `max_model_len` can use. `backend` is "triton", "torch" or "auto", and None a loaded model's own.
+    Further keywords are those of SchedulerConfig.
     """
 
     def __init__(
@@ -51,17 +52,18 @@ class LLM:
         batch_invariant: bool = False,
         kv_cache_dtype: str = "auto",
         device: str = "cpu",
+        backend: str | None = None,
         **options,
     ) -> None:
         if not isinstance(model, Transformer):
-            model, found = checkpoint.load(model, dtype, device)
+            model, found = checkpoint.load(model, dtype, device, backend or "auto")
             tokenizer = tokenizer or found
         if tokenizer is None:
             raise EngineError("a loaded model was given without its tokenizer; pass both, or a path")
         if not enable_prefix_caching:
             options["prefix_cache"] = "off"
         config = scheduler_config(model, kv_cache_bytes, options, kv_cache_dtype)
-        self.engine = Engine(model, tokenizer, config, batch_invariant, kv_cache_dtype=kv_cache_dtype)
+        self.engine = Engine(model, tokenizer, config, batch_invariant, None, kv_cache_dtype, backend)
         self._ids = count()
         self._newest: dict[str, RequestOutput | None] = {}  # of every request that some call is waiting for
 

@@ -27,6 +27,7 @@ from .block_pool import NULL
 from .config import ModelConfig
 
 GROUP_BYTES = 3 << 20  # of keys and values gathered at once for decode, so that they stay in a CPU's own cache
+GPU_GROUP_BYTES = 256 << 20  # each group costs a GPU several launches, in whose time it reads tens of MB
 
 
 class SequenceStep(NamedTuple):
@@ -99,8 +100,17 @@ class PagedCache:
     Bytes = 2 · L · num_blocks · block_size · Hkv · D · bytes per element.
     """
 
-    def __init__(self, config: ModelConfig, num_blocks: int, block_size: int, dtype=torch.float32, device="cpu"):
+    def __init__(
+        self,
+        config: ModelConfig,
+        num_blocks: int,
+        block_size: int,
+        dtype=torch.float32,
+        device="cpu",
+        step_class: type[PagedStep] | None = None,
+    ) -> None:
         self.config, self.num_blocks, self.block_size = config, num_blocks, block_size
+        self.step_class = step_class or PagedStep
         heads, dim = config.num_key_value_heads, config.head_dim
         shape = (config.num_hidden_layers, 2, num_blocks, block_size, heads, dim)
         self.storage = torch.empty(shape, dtype=dtype, device=device)  # pages of memory are touched when written
@@ -125,7 +135,7 @@ class PagedCache:
         """The cache as one step sees it. `exact` attends each token by itself: bits that depend on it alone."""
         if metadata.begun:
             self.storage[:, :, metadata.begun] = 0
-        return (ExactStep if exact else PagedStep)(self, metadata)
+        return (ExactStep if exact else self.step_class)(self, metadata)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Whole blocks, all layers. Every source is read before any target is written."""
@@ -163,7 +173,7 @@ class PagedStep:
         self.cache, self.metadata = cache, metadata
         slots = metadata.slot_mapping
         self._written = None  # all rows
-        if (slots < 0).any():
+        if metadata.rows > sum(s.count for s in metadata.sequences):  # counted here: a GPU would have to be waited for
             self._written = (slots >= 0).nonzero().squeeze(-1)
             slots = slots[self._written]
         self._slots = slots
@@ -220,7 +230,8 @@ class PagedStep:
             return self._groups[window]
         groups, members = [], []
         size = self.cache.block_size
-        most = GROUP_BYTES * self.cache.config.num_hidden_layers // self.cache.block_bytes  # blocks of one layer
+        limit = GROUP_BYTES if self.cache.storage.device.type == "cpu" else GPU_GROUP_BYTES
+        most = limit * self.cache.config.num_hidden_layers // self.cache.block_bytes  # blocks of one layer
         for s in self._decodes:  # ascending, so the last is the longest
             if members and (len(members) + 1) * -(-s.context // size) > most:
                 groups.append(self._group(members, window))

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .backend import step_class
 from .errors import EngineError
 from .pace import Pace
 from .paging import PagedCache, SequenceStep, StepMetadata, move_blocks
@@ -50,7 +51,7 @@ class ModelRunner:
     ) -> None:
         self.model, self.block_size, self.batch_invariant = model, block_size, batch_invariant
         dtype = cache_dtype(model, kv_cache_dtype)
-        self.cache = PagedCache(model.config, num_blocks, block_size, dtype, model.device)
+        self.cache = PagedCache(model.config, num_blocks, block_size, dtype, model.device, step_class(model))
         self.host = PagedCache(model.config, num_host_blocks, block_size, dtype) if num_host_blocks else None
         self.pace = Pace(block_size, budget)
         if self.host is not None:
@@ -81,7 +82,9 @@ class ModelRunner:
             move_blocks(self.host, self.cache, output.swap_in)
             self._synchronize()
             self.pace.copy.observe(time.perf_counter() - started, len(output.swap_in))
-        return self._exact(output.scheduled) if self.batch_invariant else self._packed(output.scheduled)
+        logits = self._exact(output.scheduled) if self.batch_invariant else self._packed(output.scheduled)
+        self._synchronize()  # whoever times a step means the step, not the time to launch it
+        return logits
 
     def _packed(self, parts: Sequence[Scheduled]) -> Tensor | None:
         """All tokens of the step laid end to end, once through the model."""

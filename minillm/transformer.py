@@ -43,6 +43,8 @@ class Transformer(nn.Module):
     of a small model. Built from a mapping of tensors with Hugging Face's names; see `from_tensors`.
     """
 
+    backend = "torch"  # whose arithmetic it runs on: see backend.py
+
     def __init__(
         self, config: ModelConfig, embedding: nn.Parameter, blocks: list[Block], final_norm: RMSNorm, head: nn.Module
     ) -> None:
@@ -71,6 +73,14 @@ class Transformer(nn.Module):
             h = self.final_norm(hidden)
         with region("lm_head"):
             return self.lm_head(h).float()
+
+    def place(self, device: str | torch.device, dtype: torch.dtype) -> Transformer:
+        """Moves it to a device, its parameters in `dtype`. What is derived from the config stays float32: in bfloat16
+        an angle of rotary embedding is wrong by a radian at position 256."""
+        self.to(device)
+        for parameter in self.parameters():
+            parameter.data = parameter.data.to(dtype)
+        return self
 
     @property
     def device(self) -> torch.device:

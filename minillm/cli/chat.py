@@ -76,6 +76,7 @@ class Conversation:
     def __init__(
         self, model: Transformer, tokenizer: Tokenizer, system: str | None = None, context: int | None = None
     ) -> None:
+        from ..backend import attention
         from ..kv_cache import ContiguousCache
 
         longest = model.config.max_position_embeddings
@@ -83,7 +84,7 @@ class Conversation:
         if not 1 <= self.context <= longest:
             raise RequestError(f"context is {context}; it must be from 1 to the model's own, {longest}")
         self.model, self.tokenizer, self.system = model, tokenizer, system
-        self.cache = ContiguousCache(model.config, self.context, model.dtype, model.device)
+        self.cache = ContiguousCache(model.config, self.context, model.dtype, model.device, attention(model))
         self.last: Completion | None = None
         self.reset()
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 _PATH = 200  # characters of a path that a message shows
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
+BACKENDS = ("auto", "triton", "torch")
 
 
 class Parser(argparse.ArgumentParser):
@@ -70,6 +71,10 @@ def add_model_options(parser: argparse.ArgumentParser, weights: bool = True) -> 
         help="how weights are stored: float32 is exact, auto is the fastest measured here (default: auto)",
     )  # fmt: skip
     group.add_argument("--device", choices=DEVICES, default="auto", help="default: cuda where there is one, else cpu")
+    group.add_argument(
+        "--backend", choices=BACKENDS, default="auto",
+        help="the Triton kernels or torch's operators (default: Triton on cuda, torch elsewhere)",
+    )  # fmt: skip
     group.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: torch's own choice)")
 
 
@@ -134,7 +139,8 @@ def read_text(text: str) -> str:
 
 
 def prepare(args: argparse.Namespace) -> str:
-    """Sets torch's threads and returns the device to use. Raises RequestError for one that is not there."""
+    """Sets torch's threads and returns the device to use. Raises RequestError for one that is not there, and
+    MinillmError for a backend that cannot run on it."""
     import torch
 
     if args.threads is not None:
@@ -143,7 +149,11 @@ def prepare(args: argparse.Namespace) -> str:
         torch.set_num_threads(args.threads)
     if args.device == "cuda" and not torch.cuda.is_available():
         raise RequestError("torch sees no CUDA device; leave --device out to use the CPU, or see the doctor command")
-    return args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    device = args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    from ..backend import choose
+
+    choose(args.backend, device)
+    return device
 
 
 def load(args: argparse.Namespace) -> tuple[Transformer, Tokenizer]:
@@ -151,7 +161,7 @@ def load(args: argparse.Namespace) -> tuple[Transformer, Tokenizer]:
     device = prepare(args)
     from .. import checkpoint
 
-    return checkpoint.load(args.model, args.dtype, device)
+    return checkpoint.load(args.model, args.dtype, device, args.backend)
 
 
 def load_tokenizer(source: str | None) -> Tokenizer:

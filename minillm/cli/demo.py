@@ -79,12 +79,13 @@ def _answer(
     model: Transformer, tokenizer: Tokenizer, question: str, params: SamplingParams, stream: bool
 ) -> tuple[Completion, ContiguousCache]:
     from .. import generate
+    from ..backend import attention
     from ..kv_cache import ContiguousCache
 
     ids = generate.encode_prompt(model, tokenizer, tokenizer.encode_chat([{"role": "user", "content": question}]))
     generate.generate(model, tokenizer, ids[:8], SamplingParams(temperature=0, max_tokens=3, ignore_eos=True))
     size = min(model.config.max_position_embeddings, len(ids) + params.max_tokens)
-    cache = ContiguousCache(model.config, size, model.dtype, model.device)
+    cache = ContiguousCache(model.config, size, model.dtype, model.device, attention(model))
     started = time.perf_counter()
     done = generate.Completion(ids)
     texts = common.collect(generate.stream(model, tokenizer, ids, params, cache), done, started)
