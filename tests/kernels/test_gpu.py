@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kernels import gpu
+from kernels import gpu, gpu_model
 from kernels.catalog import Bench, Case, Trial, Work
 
 
@@ -51,6 +51,8 @@ def run(monkeypatch, tmp_path):
     monkeypatch.setattr(gpu.triton.testing, "do_bench", lambda call, **settings: 1.0)
     monkeypatch.setattr(gpu, "kernel_files", lambda: [FILE])
     monkeypatch.setattr(gpu, "MEASUREMENTS", tmp_path)
+    monkeypatch.setattr(gpu, "MODEL_SECONDS", 0.0)
+    monkeypatch.setattr(gpu_model, "rows", lambda roof: iter([("a model", lambda: {"ms": 1.0})]))
 
     def go(budget=100.0):
         code = gpu.main(argparse.Namespace(budget=budget, only="", out=None))
@@ -90,5 +92,7 @@ def test_a_spent_budget_lists_what_was_left_out(run):
     assert code == 0
     assert report["cases"] == []
     assert report["benches"] == []
+    assert report["model"] == []
     assert "copying, large, bfloat16" in report["left_out"]
+    assert "a model" in report["left_out"]
     assert "kernels.pretended: wrong, float16" in report["left_out"]
