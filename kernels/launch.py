@@ -68,10 +68,10 @@ def use_triton(backend: str, *tensors: Tensor) -> bool:
     """
     if backend not in BACKENDS:
         raise KernelError(f"backend is {backend!r}; use one of {', '.join(BACKENDS)}")
-    devices = sorted({str(t.device) for t in tensors})
+    devices = {t.device for t in tensors}
     if len(devices) > 1:
-        raise KernelError(f"the arguments are on {' and '.join(devices)}; move them to one device")
-    on_cuda = all(t.is_cuda for t in tensors)
+        raise KernelError(f"the arguments are on {' and '.join(sorted(map(str, devices)))}; move them to one device")
+    on_cuda = tensors[0].is_cuda
     if backend == "auto":
         return on_cuda and HAVE_TRITON
     if backend == "torch":
@@ -80,7 +80,7 @@ def use_triton(backend: str, *tensors: Tensor) -> bool:
         raise KernelError('backend="triton", but triton is not installed (Linux only); use backend="torch"')
     if not on_cuda and not INTERPRETED:
         raise KernelError(
-            f'backend="triton" with tensors on {devices[0]}; use CUDA tensors, backend="torch", or set '
+            f'backend="triton" with tensors on {tensors[0].device}; use CUDA tensors, backend="torch", or set '
             "TRITON_INTERPRET=1 before Python starts"
         )
     return True
@@ -103,21 +103,23 @@ def require(condition: bool, message: str) -> None:
 
 
 def check_dtype(allowed: tuple[torch.dtype, ...] = FLOATS, **tensors: Tensor) -> None:
-    """All tensors have one and the same of the allowed types: `check_dtype(x=x, weight=weight)`."""
+    """All tensors have one and the same of the allowed types: `check_dtype(x=x, weight=weight)`.
+
+    A launch takes a few microseconds, and so would wording an error that nobody meets: that is done afterwards.
+    """
     (first, reference), *others = tensors.items()
-    names = ", ".join(_name(d) for d in allowed)
-    require(reference.dtype in allowed, f"{first} is {_name(reference.dtype)}; convert it to one of {names}")
+    dtype = reference.dtype
+    if dtype not in allowed:
+        raise KernelError(f"{first} is {_name(dtype)}; convert it to one of {', '.join(map(_name, allowed))}")
     for name, t in others:
-        message = f"{name} is {_name(t.dtype)} but {first} is {_name(reference.dtype)}; convert one of them"
-        require(t.dtype == reference.dtype, message)
+        if t.dtype != dtype:
+            raise KernelError(f"{name} is {_name(t.dtype)} but {first} is {_name(dtype)}; convert one of them")
 
 
 def check_shape(name: str, tensor: Tensor, *shape: int | None) -> None:
     """The tensor has this shape; None stands for any size. `check_shape("weight", weight, x.shape[-1])`."""
-    fits = tensor.dim() == len(shape) and all(
-        want is None or have == want for have, want in zip(tensor.shape, shape, strict=True)
-    )
-    if not fits:
+    have = tensor.shape
+    if len(have) != len(shape) or any(want is not None and want != size for want, size in zip(shape, have)):  # noqa: B905
         wanted = ", ".join("any" if want is None else str(want) for want in shape)
         raise KernelError(f"{name} has shape {tuple(tensor.shape)}; ({wanted}) is needed")
 
@@ -125,7 +127,7 @@ def check_shape(name: str, tensor: Tensor, *shape: int | None) -> None:
 def check_contiguous_rows(**tensors: Tensor) -> None:
     """The last dimension is contiguous, so that neighbouring threads read neighbouring bytes; others may stride."""
     for name, t in tensors.items():
-        if t.dim() and t.shape[-1] > 1 and t.stride(-1) != 1:
+        if t.dim() and t.stride(-1) != 1 and t.shape[-1] > 1:
             raise KernelError(f"{name} has stride {t.stride(-1)} in its last dimension; call {name}.contiguous()")
 
 
