@@ -23,6 +23,8 @@ def main(argv: list[str] | None = None) -> int:
     compiling = commands.add_parser("aot", help="compile every kernel for sm_75 to sm_100; needs no GPU")
     compiling.add_argument("--json", action="store_true", help="rows as JSON instead of a table")
     compiling.add_argument("--only", default="", metavar="TEXT", help="kernels whose name contains this")
+    compiling.add_argument("--fresh", action="store_true", help="compile what kernels/compiled.json has, too")
+    compiling.add_argument("--record", action="store_true", help="write kernels/compiled.json and kernels/COMPILED.md")
     compiling.add_argument("--workers", type=int, help="processes (one a core)")
     running = commands.add_parser("gpu", help="test and time every kernel on the GPU of this machine")
     running.add_argument("--budget", type=float, default=420, metavar="S", help="seconds after which to stop (420)")
@@ -38,11 +40,19 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _aot(args: argparse.Namespace) -> int:
-    rows = aot.compile_all(args.only, args.workers)
+    if args.record and args.only:
+        raise KernelError("--record writes all the rows there are; leave out --only")
+    rows = aot.compile_all(args.only, args.workers, fresh=args.fresh)
+    if not rows:
+        raise KernelError(f"no kernel's name contains {args.only!r}; python -m kernels aot names them all")
     print(json.dumps(rows, indent=1) if args.json else aot.table(rows))
     bad = [row for row in rows if row["faults"]]
     for row in bad:
         print(f"error: {row['kernel']} on {row['target']}: {'; '.join(row['faults'])}", file=sys.stderr)
+    if args.record:
+        aot.record(rows)
+    compiled = sum(not row["recorded"] for row in rows)
+    print(f"{len(rows)} rows: {compiled} compiled, {len(rows) - compiled} unchanged since recorded", file=sys.stderr)
     return 1 if bad else 0
 
 

@@ -1,8 +1,14 @@
-"""Every kernel compiles for three generations of GPU without spills or crossed limits, and faults are found."""
+"""Every kernel compiles for three generations of GPU without spills or crossed limits, and faults are found.
+
+What kernels/compiled.json has is not compiled again, unless what went into it has changed; a row of each file is drawn
+and compiled all the same.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import random
 import re
 import subprocess
 import sys
@@ -13,12 +19,83 @@ import pytest
 
 from kernels import aot
 from kernels.catalog import kernel_files
+from kernels.launch import triton
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
 def rows() -> list[dict]:
-    """Triton keeps what it has compiled, so that a second run of the tests takes seconds."""
     return aot.compile_all()
+
+
+def test_the_record_is_in_step_with_the_kernels(rows):
+    """With another Triton than the record's, no row may come from it."""
+    same = json.loads(aot.RECORD.read_text())["triton"] == triton.__version__
+    remedy = "python -m kernels aot --record writes kernels/compiled.json and COMPILED.md anew"
+    assert [row["kernel"] for row in rows if row["recorded"] != same] == [], remedy
+    assert {row["key"] for row in rows} == set(aot.recorded()) or not same, remedy
+    assert aot.PAGE.read_text() == aot.markdown(list(aot.recorded().values())), remedy
+
+
+def test_the_record_is_true(rows):
+    of_files = {row["file"]: [] for row in rows}
+    for row in rows:
+        of_files[row["file"]].append(row["key"])
+    drawn = {random.SystemRandom().choice(keys) for keys in of_files.values()}
+    again = aot.compile_all(fresh=True, keys=drawn)
+    assert {row["key"] for row in again} == drawn
+    said = {row["key"]: row | {"recorded": False} for row in rows}
+    assert again == [said[row["key"]] for row in again], "python -m kernels aot --record --fresh"
+
+
+SOURCE = """
+import torch
+from kernels.catalog import Compilation
+from kernels.launch import tl, triton
+
+FACTOR = tl.constexpr(3.0)
+
+@triton.jit
+def factor():
+    return FACTOR
+
+@triton.jit
+def scaled(x):
+    return x * factor()
+
+@triton.jit
+def kernel(x_ptr, BLOCK: tl.constexpr):
+    at = x_ptr + tl.arange(0, BLOCK)
+    tl.store(at, scaled(tl.load(at)))
+
+COMPILE = [Compilation("kernel", kernel, lambda dtype: (dtype,), {"BLOCK": 256}, min_sm=100)]
+"""
+
+
+KEYS = """
+import importlib
+from kernels import aot
+for i in range({count}):
+    file = importlib.import_module(f"changed_{{i}}")
+    print(*(aot._key(*job) for job in aot._jobs(*file.COMPILE)))
+"""
+
+
+def test_a_key_changes_with_all_that_is_compiled_and_with_nothing_else(tmp_path):
+    changes = [("x", "x"), ("\nFACTOR", "\n# a remark\nFACTOR"), ("3.0", "4.0"), ("x *", "x +"), ("256", "512")]
+    changes += [("at)", "at + 1)"), ("min_sm", "num_warps=8, min_sm"), ("(dtype,)", "(torch.int8,)")]
+    for i, (old, new) in enumerate(changes):
+        assert old in SOURCE
+        (tmp_path / f"changed_{i}.py").write_text(SOURCE.replace(old, new, 1))
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)])}
+    env.pop("TRITON_INTERPRET", None)
+    command = [sys.executable, "-c", KEYS.format(count=len(changes))]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100)
+    keys = done.stdout.split()
+    assert len(keys) == len(changes), done.stderr
+    assert keys[0] == keys[1]
+    assert len(set(keys)) == len(changes) - 1
 
 
 def test_nothing_spills_or_crosses_a_limit(rows):
@@ -72,8 +149,7 @@ def test_an_autotuned_kernel_is_compiled_in_each_configuration(planted):
 
 def test_the_command_prints_rows():
     command = [sys.executable, "-m", "kernels", "aot", "--json", "--only", "swiglu", "--workers", "1"]
-    root = Path(__file__).parents[2]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     wanted = {"kernel", "target", "registers", "spills", "shared_bytes", "shared_limit", "instruction"}
     assert all(wanted <= set(row) for row in json.loads(done.stdout))
