@@ -325,10 +325,12 @@ class Scheduler:
         request.num_published = full
 
     def _drop_fallen(self, request: Request) -> None:
-        """Releases blocks that no later query can see: the next one, at num_computed, sees `window` tokens back."""
+        """Releases blocks that no later query can see: the next one, at num_computed, sees `window` tokens back, and
+        the first `attention_sinks`."""
         seen_from = request.num_computed + 1 - self.config.sliding_window
+        kept = self.pool.blocks_for(self.config.attention_sinks)
         table, fallen = request.block_ids, []
-        for index in range(max(0, seen_from // self.pool.block_size) - 1, -1, -1):
+        for index in range(seen_from // self.pool.block_size - 1, kept - 1, -1):
             if table[index] == NULL:
                 break
             fallen.append(table[index])

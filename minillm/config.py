@@ -17,8 +17,9 @@ from .errors import ConfigError, short
 
 # model_type -> what it adds to the plain Llama block
 DENSE = {"llama", "mistral", "qwen2", "qwen3"}
-EXPERTS = {"mixtral", "qwen3_moe", "deepseek_v3"}
-COSTED_ONLY = {"gpt_oss", "gemma3_text", "kimi_k2"}  # sized by the cost model, not run
+LATENT = {"deepseek_v3", "kimi_k2"}  # multi-head latent attention; Kimi K2 is DeepSeek-V3 in other sizes
+EXPERTS = {"mixtral", "qwen3_moe"} | LATENT
+COSTED_ONLY = {"gpt_oss", "gemma3_text"}  # sized by the cost model, not run
 SUPPORTED = DENSE | EXPERTS | COSTED_ONLY
 
 _LIMIT = 1 << 31  # no dimension of a real model comes near it; a corrupt file does
@@ -50,6 +51,7 @@ class ModelConfig:
     mlp_bias: bool = False
     qk_norm: bool = False  # RMSNorm on each query and key head (Qwen3)
     sliding_window: int | None = None
+    attention_sinks: int = 0  # first tokens that a sliding layer keeps seeing (StreamingLLM)
     layer_types: tuple[str, ...] = ()
     # mixture of experts
     num_experts: int = 0  # routed experts; 0 means every layer is dense
@@ -63,6 +65,8 @@ class ModelConfig:
     qk_nope_head_dim: int = 0
     qk_rope_head_dim: int = 0
     v_head_dim: int = 0
+    rope_interleave: bool = True  # rotary pairs are (x[2i], x[2i+1]) in the file
+    num_nextn_predict_layers: int = 0  # further layers in a DeepSeek-V3 file, which guess ahead; not run
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     raw: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
@@ -79,6 +83,18 @@ class ModelConfig:
         return self.num_experts > 0
 
     @property
+    def kv_shape(self) -> tuple[int, int, int]:
+        """What a cache holds of one token in one layer: (2, Hkv, D) for keys and values, (1, 1, width) for MLA, whose
+        one row is key and value: kv_lora_rank entries of latent, then the rotary key that all heads share."""
+        if self.is_mla:
+            return 1, 1, self.kv_lora_rank + self.qk_rope_head_dim
+        return 2, self.num_key_value_heads, self.head_dim
+
+    @property
+    def rotary_dim(self) -> int:
+        return self.qk_rope_head_dim if self.is_mla else self.head_dim
+
+    @property
     def group_size(self) -> int:
         """Query heads that share one key/value head."""
         return self.num_attention_heads // self.num_key_value_heads
@@ -86,6 +102,15 @@ class ModelConfig:
     def window(self, layer: int) -> int | None:
         """Tokens visible to a query of this layer, itself included; None means all earlier ones."""
         return self.sliding_window if self.layer_types[layer] == "sliding_attention" else None
+
+    def sinks(self, layer: int) -> int:
+        """First tokens that a query of this layer sees wherever its window is."""
+        return self.attention_sinks if self.window(layer) is not None else 0
+
+    def visible(self, layer: int) -> int | None:
+        """The most tokens that a query of this layer sees; None means all earlier ones."""
+        window = self.window(layer)
+        return None if window is None else window + self.attention_sinks
 
     def is_expert_layer(self, layer: int) -> bool:
         return self.is_moe and layer >= self.first_k_dense_replace
@@ -127,9 +152,10 @@ def _validate(c: ModelConfig) -> None:
     for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
                  "num_key_value_heads", "head_dim", "max_position_embeddings"):  # fmt: skip
         check_range(name, getattr(c, name), _LIMIT - 1)
-    optional = [("moe_intermediate_size", 1), ("num_experts", 0), ("n_shared_experts", 0), ("first_k_dense_replace", 0)]
+    optional = [("moe_intermediate_size", 1), ("num_experts", 0), ("n_shared_experts", 0), ("first_k_dense_replace", 0),
+                ("attention_sinks", 0)]  # fmt: skip
     if c.is_mla:
-        optional += [("kv_lora_rank", 1), ("v_head_dim", 1), ("qk_nope_head_dim", 0), ("qk_rope_head_dim", 0)]
+        optional += [("kv_lora_rank", 1), ("v_head_dim", 1), ("qk_nope_head_dim", 0), ("qk_rope_head_dim", 2)]
         optional += [] if c.q_lora_rank is None else [("q_lora_rank", 1)]
     for name, least in optional:
         if name != "moe_intermediate_size" or c.is_moe:
@@ -139,8 +165,9 @@ def _validate(c: ModelConfig) -> None:
             f"num_attention_heads {c.num_attention_heads} is not a multiple of "
             f"num_key_value_heads {c.num_key_value_heads}, so query heads cannot be grouped"
         )
-    if not c.is_mla and c.head_dim % 2:
-        raise ConfigError(f"head_dim {c.head_dim} is odd; rotary embedding turns pairs, so it must be even")
+    if c.rotary_dim % 2:
+        name = "qk_rope_head_dim" if c.is_mla else "head_dim"
+        raise ConfigError(f"{name} {c.rotary_dim} is odd; rotary embedding turns pairs, so it must be even")
     if c.rms_norm_eps < 0 or c.rope_theta <= 0:
         raise ConfigError(f"rms_norm_eps {c.rms_norm_eps} must be at least 0 and rope_theta {c.rope_theta} above 0")
     if len(c.layer_types) != c.num_hidden_layers:

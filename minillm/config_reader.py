@@ -15,6 +15,7 @@ _MOST_LAYERS = 4096
 _WINDOWED = {"mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma3_text", "gpt_oss"}
 _LAYER_TYPED = {"qwen2", "qwen3", "qwen3_moe", "gemma3_text", "gpt_oss"}  # Mistral slides in every layer or in none
 _BIASED = {"llama", "qwen3", "qwen3_moe", "gpt_oss", "gemma3_text", "deepseek_v3", "kimi_k2"}  # attention_bias is read
+_LATENT = {"deepseek_v3", "kimi_k2"}
 _SILU = (None, "silu", "swish")
 
 
@@ -27,7 +28,7 @@ def read_fields(raw: Mapping[str, Any], model_type: str) -> dict[str, Any]:
     check_range("num_hidden_layers", layers, _MOST_LAYERS)
     hidden = _integer(raw, "hidden_size")
     rope_theta, rope_scaling = _rope(raw)
-    mla = raw.get("kv_lora_rank") is not None
+    mla = raw.get("kv_lora_rank") is not None or model_type in _LATENT
     experts = next((k for k in ("num_experts", "n_routed_experts", "num_local_experts") if raw.get(k)), "num_experts")
     qkv_bias = _qkv_bias(raw, model_type)
     values = {
@@ -49,6 +50,7 @@ def read_fields(raw: Mapping[str, Any], model_type: str) -> dict[str, Any]:
         "mlp_bias": model_type == "llama" and bool(raw.get("mlp_bias")),
         "qk_norm": model_type in {"qwen3", "qwen3_moe", "gemma3_text"},
         "sliding_window": _sliding_window(raw, model_type),
+        "attention_sinks": _integer(raw, "attention_sinks", 0),
         "num_experts": _integer(raw, experts, 0),
         "num_experts_per_tok": _integer(raw, "num_experts_per_tok", 0),
         "moe_intermediate_size": _integer(raw, "moe_intermediate_size", 0) or _integer(raw, "intermediate_size"),
@@ -63,6 +65,9 @@ def read_fields(raw: Mapping[str, Any], model_type: str) -> dict[str, Any]:
         values.update({name: _integer(raw, name) for name in names})
         values["q_lora_rank"] = None if raw.get("q_lora_rank") is None else _integer(raw, "q_lora_rank")
         values["num_key_value_heads"] = heads
+        values["num_nextn_predict_layers"] = _integer(raw, "num_nextn_predict_layers", 0)
+        check_range("num_nextn_predict_layers", values["num_nextn_predict_layers"], _MOST_LAYERS, 0)
+        values["rope_interleave"] = bool(raw.get("rope_interleave", True))
     return values
 
 

@@ -52,7 +52,10 @@ class Engine:
         context = model.config.max_position_embeddings
         windows = {model.config.window(layer) for layer in range(model.config.num_hidden_layers)}
         only = next(iter(windows)) if len(windows) == 1 else None  # a full layer still needs what a window dropped
-        config = replace(config, max_model_len=min(config.max_model_len, context), sliding_window=only)
+        config = replace(
+            config, max_model_len=min(config.max_model_len, context), sliding_window=only,
+            attention_sinks=model.config.attention_sinks,
+        )  # fmt: skip
         self.model, self.tokenizer, self.config = model, tokenizer, config
         try:
             self.runner = ModelRunner(

@@ -2,6 +2,16 @@
 
 A cache has one verb that matters, `attend`: it takes this step's q, k and v of one layer, remembers k and v, and
 returns the attention of q over everything remembered. The model calls it layer by layer and `advance` at the end.
+
+    attend(layer, q (T, H, D), k (T, Hkv, D), v (T, Hkv, D)) -> (T, H, D)       multi-head, grouped, multi-query
+    attend(layer, q (T, H, C + P), row (T, 1, C + P), None, scale) -> (T, H, C)  MLA, absorbed: a value is the first C
+                                                                                 entries of its key, and only the key
+                                                                                 is stored
+    attend(layer, q, k, v, scale, keep=row)                                      MLA, expanded: attends over this step's
+                                                                                 k and v, and remembers row instead;
+                                                                                 for a step that is `fresh`
+
+`fresh` says that nothing was cached before this step, so that its own keys and values are all there is.
 """
 
 from __future__ import annotations
@@ -9,9 +19,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .attention import sdpa_attention
+from .attention import last_seen, sdpa_attention
 from .config import ModelConfig
 from .errors import RequestError
+
+
+def keys_and_values(config: ModelConfig, storage: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Of each layer of storage (layers, sides, …, width); the values of MLA are the first entries of its keys."""
+    if config.is_mla:
+        return [(layer[0], layer[0, ..., : config.kv_lora_rank]) for layer in storage]
+    return [(layer[0], layer[1]) for layer in storage]
 
 
 class NoCache:
@@ -21,9 +38,11 @@ class NoCache:
         self.config, self.attention = config, attention
         self.length = 0
         self.allocated_bytes = self.used_bytes = 0
+        self.fresh = True
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return self.attention(q, k, v, self.config.window(layer))
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor | None, scale: float | None = None, keep=None):
+        v = k[..., : self.config.kv_lora_rank] if v is None else v
+        return self.attention(q, k, v, self.config.window(layer), scale, self.config.sinks(layer))
 
     def advance(self, count: int) -> None:
         """Nothing was kept, so nothing moves."""
@@ -37,7 +56,8 @@ class ContiguousCache:
 
     storage (layers, 2, max_tokens, Hkv, D): a token's keys in row `length`, so appending is one copy and nothing
     ever moves. Bytes = 2 · L · max_tokens · Hkv · D · bytes per element, used or not: the waste of reserving is the
-    subject of chapter 09. Raises RequestError when a sequence outgrows it.
+    subject of chapter 09. For MLA storage is (layers, 1, max_tokens, 1, C + P). Raises RequestError when a sequence
+    outgrows it.
     """
 
     def __init__(
@@ -46,9 +66,11 @@ class ContiguousCache:
         if isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or max_tokens < 1:
             raise RequestError(f"max_tokens is {max_tokens!r}; a cache must hold at least one token, a whole number")
         self.config, self.attention, self.max_tokens, self.length = config, attention, max_tokens, 0
-        shape = (config.num_hidden_layers, 2, max_tokens, config.num_key_value_heads, config.head_dim)
-        self.storage = torch.zeros(shape, dtype=dtype, device=device)
-        self._layers = [(layer[0], layer[1]) for layer in self.storage]  # views: indexing costs as much as a small op
+        sides, heads, width = config.kv_shape
+        self.storage = torch.zeros(
+            (config.num_hidden_layers, sides, max_tokens, heads, width), dtype=dtype, device=device
+        )
+        self._layers = keys_and_values(config, self.storage)  # views: indexing costs as much as a small op
 
     @property
     def allocated_bytes(self) -> int:
@@ -58,16 +80,25 @@ class ContiguousCache:
     def used_bytes(self) -> int:
         return self.storage.nbytes // self.max_tokens * self.length
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q (T, H, D), k and v (T, Hkv, D) of the next T tokens -> (T, H, D)."""
+    @property
+    def fresh(self) -> bool:
+        return self.length == 0
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor | None, scale: float | None = None, keep=None):
+        """q, k and v of the next T tokens, as above."""
         start, end = self.length, self.length + q.shape[0]
         if end > self.max_tokens:
             raise RequestError(
                 f"the sequence needs {end} tokens of cache and {self.max_tokens} were reserved; ask for a larger cache"
             )
         keys, values = self._layers[layer]
-        keys[start:end], values[start:end] = k, v
-        out = self.attention(q.to(keys.dtype), keys[:end], values[:end], self.config.window(layer))
+        keys[start:end] = k if keep is None else keep
+        if keep is not None:
+            keys, values = k, v
+        elif v is not None:
+            values[start:end] = v
+        window, sinks = self.config.window(layer), self.config.sinks(layer)
+        out = self.attention(q.to(keys.dtype), keys[:end], values[:end], window, scale, sinks)
         return out.to(q.dtype)  # a cache of fewer bits than the model computes in its own precision
 
     def advance(self, count: int) -> None:
@@ -79,6 +110,59 @@ class ContiguousCache:
         if not 0 <= length <= self.length:
             raise RequestError(f"cannot truncate to {length} tokens: the cache holds {self.length}")
         self.length = length
+
+    def reset(self) -> None:
+        self.length = 0
+
+
+class WindowCache:
+    """As ContiguousCache, but a sliding layer holds only what a later query may see: its first `sinks` tokens and the
+    last `window`. Its bytes stop growing there; nothing can be taken back.
+
+    What is held and what is new, laid end to end, is a sequence from which unseen tokens were cut out. Distances within
+    the window are what they were, and sinks are seen at any distance, so the same mask holds.
+    """
+
+    def __init__(self, config: ModelConfig, max_tokens: int, dtype=torch.float32, device="cpu") -> None:
+        self.config, self.max_tokens, self.length = config, max_tokens, 0
+        sides, heads, width = config.kv_shape
+        most = [config.visible(layer) or max_tokens for layer in range(config.num_hidden_layers)]
+        self.layers = [
+            torch.zeros((sides, min(max_tokens, rows), heads, width), dtype=dtype, device=device) for rows in most
+        ]
+
+    @property
+    def allocated_bytes(self) -> int:
+        return sum(layer.nbytes for layer in self.layers)
+
+    @property
+    def used_bytes(self) -> int:
+        return sum(layer[:, : self.length].nbytes for layer in self.layers)
+
+    @property
+    def fresh(self) -> bool:
+        return self.length == 0
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor | None, scale: float | None = None, keep=None):
+        window, sinks = self.config.window(layer), self.config.sinks(layer)
+        sides = self.layers[layer]
+        seen = []
+        for side, new in zip(sides, (k if keep is None else keep, v), strict=False):
+            both = torch.cat([side[: self.length], new.to(side.dtype)])
+            held = both if window is None else last_seen(both, window, sinks)
+            if len(held) > len(side):
+                raise RequestError(
+                    f"the sequence needs {len(held)} tokens of cache and {len(side)} were reserved; ask for more"
+                )
+            side[: len(held)] = held
+            seen.append(both)
+        keys, values = seen if len(seen) == 2 else (seen[0], seen[0][..., : self.config.kv_lora_rank])
+        if keep is not None:
+            keys, values = k, v
+        return sdpa_attention(q.to(keys.dtype), keys, values, window, scale, sinks).to(q.dtype)
+
+    def advance(self, count: int) -> None:
+        self.length += count
 
     def reset(self) -> None:
         self.length = 0

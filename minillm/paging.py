@@ -1,6 +1,6 @@
 """The paged cache: keys and values in fixed-size blocks, found through a block table for each sequence.
 
-    storage (layers, 2, blocks, block_size, Hkv, D)      2: keys, values
+    storage (layers, 2, blocks, block_size, Hkv, D)      2: keys, values; (layers, 1, …, 1, C + P) for MLA (mla.py)
     token t of a sequence lies in block table[t // block_size], slot t % block_size
     slot number = block · block_size + slot, what `slot_mapping` holds for each new token; -1 writes nothing
 
@@ -14,6 +14,7 @@ Source: Kwon et al. 2023 (arXiv 2309.06180), sections 4.1 to 4.3.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import cached_property
 from typing import NamedTuple
@@ -22,9 +23,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .attention import sdpa_attention
+from .attention import as_wide_as_keys, sdpa_attention
 from .block_pool import NULL
 from .config import ModelConfig
+from .kv_cache import keys_and_values
 
 GROUP_BYTES = 3 << 20  # of keys and values gathered at once for decode, so that they stay in a CPU's own cache
 GPU_GROUP_BYTES = 256 << 20  # each group costs a GPU several launches, in whose time it reads tens of MB
@@ -97,7 +99,7 @@ def padded_tables(tables: Sequence[Sequence[int]], device="cpu") -> Tensor:
 class PagedCache:
     """Storage for `num_blocks` blocks of all layers; the block pool decides what is where.
 
-    Bytes = 2 · L · num_blocks · block_size · Hkv · D · bytes per element.
+    Bytes = 2 · L · num_blocks · block_size · Hkv · D · bytes per element; for MLA, L · … · (C + P) · ….
     """
 
     def __init__(
@@ -111,17 +113,19 @@ class PagedCache:
     ) -> None:
         self.config, self.num_blocks, self.block_size = config, num_blocks, block_size
         self.step_class = step_class or PagedStep
-        heads, dim = config.num_key_value_heads, config.head_dim
-        shape = (config.num_hidden_layers, 2, num_blocks, block_size, heads, dim)
+        sides, heads, width = config.kv_shape
+        shape = (config.num_hidden_layers, sides, num_blocks, block_size, heads, width)
         self.storage = torch.empty(shape, dtype=dtype, device=device)  # pages of memory are touched when written
         self.storage[:, :, NULL] = 0
-        self.layers = [(layer[0], layer[1]) for layer in self.storage]  # (blocks, block_size, Hkv, D) each
-        self.slots = [(k.view(-1, heads, dim), v.view(-1, heads, dim)) for k, v in self.layers]
+        self.layers = keys_and_values(config, self.storage)  # (blocks, block_size, Hkv, D) each
+        self.one_row = config.is_mla
+        self.sight = [(config.window(layer), config.sinks(layer)) for layer in range(config.num_hidden_layers)]
+        self.slots = keys_and_values(config, self.storage.view(*shape[:2], -1, heads, width))
 
     @staticmethod
     def bytes_of_block(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
         """All layers, keys and values: what one more block costs."""
-        return 2 * config.num_hidden_layers * block_size * config.num_key_value_heads * config.head_dim * dtype.itemsize
+        return config.num_hidden_layers * block_size * math.prod(config.kv_shape) * dtype.itemsize
 
     @property
     def allocated_bytes(self) -> int:
@@ -181,50 +185,77 @@ class PagedStep:
         self._decodes = sorted((s for s in metadata.sequences if s.count == 1), key=lambda s: s.start)
         self._groups: dict[int | None, list[_Group]] = {}
         self._tables: dict[tuple[int, int], Tensor] = {}
+        self.fresh = not any(s.start for s in metadata.sequences)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q (T, H, D), k and v (T, Hkv, D) of the packed tokens -> (T, H, D); rows of no sequence give 0."""
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor | None, scale: float | None = None, keep: Tensor | None = None
+    ) -> Tensor:
+        """q (T, H, D), k and v (T, Hkv, D) of the packed tokens -> (T, H, D), or as kv_cache.py says for MLA; rows of
+        no sequence give 0."""
+        if keep is not None:
+            return self._attend_fresh(layer, q, k, v, scale, keep)
         self._write(layer, k, v)
-        out = torch.zeros_like(q) if self._written is not None else torch.empty_like(q)
-        window = self.cache.config.window(layer)
+        out = self._empty(layer, q)
+        window, sinks = self.cache.sight[layer]
         for s in self._chunks:
             rows = slice(s.first, s.first + s.count)
-            keys, values = self._gather(layer, s, window)
-            out[rows] = sdpa_attention(q[rows].to(keys.dtype), keys, values, window).to(q.dtype)
-        for group in self._decode_groups(window):
-            out[group.rows] = self._attend_group(layer, q, group)
+            keys, values = self._gather(layer, s, window, sinks)
+            out[rows] = sdpa_attention(q[rows].to(keys.dtype), keys, values, window, scale, sinks).to(q.dtype)
+        for group in self._decode_groups(window, sinks):
+            out[group.rows] = self._attend_group(layer, q, group, scale)
         return out
 
-    def _write(self, layer: int, k: Tensor, v: Tensor) -> None:
-        keys, values = self.cache.slots[layer]
-        if self._written is not None:
-            k, v = k[self._written], v[self._written]
-        keys.index_copy_(0, self._slots, k.to(keys.dtype))
-        values.index_copy_(0, self._slots, v.to(values.dtype))
+    def _attend_fresh(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float | None, keep: Tensor) -> Tensor:
+        """Sequences that begin with this step: what they attend to came with it, and `keep` is remembered."""
+        self._write(layer, keep, None)
+        out = q.new_zeros(*q.shape[:2], v.shape[2])
+        for s in self.metadata.sequences:
+            rows = slice(s.first, s.first + s.count)
+            out[rows] = sdpa_attention(q[rows], k[rows], v[rows], scale=scale)
+        return out
 
-    def _gather(self, layer: int, s: SequenceStep, window: int | None) -> tuple[Tensor, Tensor]:
+    def _empty(self, layer: int, q: Tensor) -> Tensor:
+        """(T, H, width of a value), 0 where rows belong to nobody."""
+        shape = (*q.shape[:2], self.cache.layers[layer][1].shape[-1])
+        return q.new_empty(shape) if self._written is None else q.new_zeros(shape)
+
+    def _write(self, layer: int, k: Tensor, v: Tensor | None) -> None:
+        for side, new in zip(self.cache.slots[layer], (k, v), strict=True):
+            if new is not None:  # the values of MLA are part of its keys
+                new = new if self._written is None else new[self._written]
+                side.index_copy_(0, self._slots, new.to(side.dtype))
+
+    def _gather(self, layer: int, s: SequenceStep, window: int | None, sinks: int) -> tuple[Tensor, Tensor]:
         """Keys and values (S, Hkv, D) of one sequence in order, without the blocks that its first query cannot see."""
-        skipped = 0 if window is None else max(0, s.start + 1 - window) // self.cache.block_size
+        skipped = 0 if window is None or sinks else max(0, s.start + 1 - window) // self.cache.block_size
         blocks = self._tables.get((s.first, skipped))
         if blocks is None:
             used = s.blocks[skipped : -(-s.context // self.cache.block_size)]
             blocks = torch.tensor(used, dtype=torch.int32, device=self.metadata.device)
             self._tables[s.first, skipped] = blocks
         length = s.context - skipped * self.cache.block_size
-        return tuple(side.index_select(0, blocks).flatten(0, 1)[:length] for side in self.cache.layers[layer])
+        keys, values = self._take(layer, blocks)
+        return keys.flatten(0, 1)[:length], values.flatten(0, 1)[:length]
 
-    def _attend_group(self, layer: int, q: Tensor, group: _Group) -> Tensor:
+    def _take(self, layer: int, blocks: Tensor) -> tuple[Tensor, Tensor]:
+        """Copies of blocks of keys and of values; MLA copies once for both."""
+        keys, values = self.cache.layers[layer]
+        taken = keys.index_select(0, blocks)
+        if self.cache.one_row:
+            return taken, taken[..., : values.shape[-1]]
+        return taken, values.index_select(0, blocks)
+
+    def _attend_group(self, layer: int, q: Tensor, group: _Group, scale: float | None) -> Tensor:
         """One query each: a group's query heads stand where queries stand, and padding is masked. -> (B, H, D)"""
-        B, H, Hkv, D = group.size, q.shape[1], self.cache.config.num_key_value_heads, q.shape[2]
-        k, v = (
-            side.index_select(0, group.tables).view(B, -1, Hkv, D).transpose(1, 2) for side in self.cache.layers[layer]
-        )  # (B, Hkv, S, D)
-        out = F.scaled_dot_product_attention(
-            q[group.rows].view(B, Hkv, H // Hkv, D).to(k.dtype), k, v, attn_mask=group.mask
-        )
-        return out.reshape(B, H, D).to(q.dtype)
+        B, H, D = group.size, *q.shape[1:]
+        keys, values = self._take(layer, group.tables)
+        sides = (keys, as_wide_as_keys(values, keys))
+        k, v = (side.view(B, -1, *side.shape[2:]).transpose(1, 2) for side in sides)  # (B, Hkv, S, D)
+        q = q[group.rows].view(B, k.shape[1], -1, D)
+        out = F.scaled_dot_product_attention(q.to(k.dtype), k, v, attn_mask=group.mask, scale=scale)
+        return out.reshape(B, H, D)[..., : values.shape[-1]].to(q.dtype)
 
-    def _decode_groups(self, window: int | None) -> list[_Group]:
+    def _decode_groups(self, window: int | None, sinks: int) -> list[_Group]:
         """Sequences of like length together, as many as GROUP_BYTES hold with their padding. Made once a step."""
         if window in self._groups:
             return self._groups[window]
@@ -234,17 +265,17 @@ class PagedStep:
         most = limit * self.cache.config.num_hidden_layers // self.cache.block_bytes  # blocks of one layer
         for s in self._decodes:  # ascending, so the last is the longest
             if members and (len(members) + 1) * -(-s.context // size) > most:
-                groups.append(self._group(members, window))
+                groups.append(self._group(members, window, sinks))
                 members = []
             members.append(s)
         if members:
-            groups.append(self._group(members, window))
+            groups.append(self._group(members, window, sinks))
         self._groups[window] = groups
         return groups
 
-    def _group(self, members: list[SequenceStep], window: int | None) -> _Group:
+    def _group(self, members: list[SequenceStep], window: int | None, sinks: int) -> _Group:
         device, size = self.metadata.device, self.cache.block_size
-        skipped = [0 if window is None else max(0, s.context - window) // size for s in members]
+        skipped = [0 if window is None or sinks else max(0, s.context - window) // size for s in members]
         tables = padded_tables(
             [s.blocks[skip : -(-s.context // size)] for s, skip in zip(members, skipped, strict=True)], device
         )
@@ -253,7 +284,7 @@ class PagedStep:
         slots = torch.arange(tables.shape[1] * size, device=device)
         seen = slots < lengths
         if window is not None:
-            seen &= slots >= lengths - window
+            seen &= (slots >= lengths - window) | (slots < sinks)
         dtype = self.cache.storage.dtype
         mask = torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, float("-inf"))
         return _Group(_rows([s.first for s in members], device), len(members), tables.flatten(), mask[:, None, None, :])
@@ -263,16 +294,26 @@ class PagedStep:
 
 
 class ExactStep(PagedStep):
-    """Attends one query at a time over exactly its own keys, so that a token's bits depend on its sequence alone."""
+    """Attends one query at a time over exactly its own keys, so that a token's bits depend on its sequence alone.
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    Never `fresh`: whether a step finds anything cached depends on chunks and hits, so MLA is absorbed in every step.
+    """
+
+    def __init__(self, cache: PagedCache, metadata: StepMetadata) -> None:
+        super().__init__(cache, metadata)
+        self.fresh = False
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor | None, scale: float | None = None, keep: Tensor | None = None
+    ) -> Tensor:
         self._write(layer, k, v)
-        out = torch.zeros_like(q)
-        window = self.cache.config.window(layer)
+        out = self._empty(layer, q)
+        window, sinks = self.cache.sight[layer]
         for s in self.metadata.sequences:
-            keys, values = self._gather(layer, s, None)
+            keys, values = self._gather(layer, s, None, 0)
             for i in range(s.count):
                 end = s.start + i + 1
                 row = slice(s.first + i, s.first + i + 1)
-                out[row] = sdpa_attention(q[row].to(keys.dtype), keys[:end], values[:end], window).to(q.dtype)
+                seen = sdpa_attention(q[row].to(keys.dtype), keys[:end], values[:end], window, scale, sinks)
+                out[row] = seen.to(q.dtype)
         return out

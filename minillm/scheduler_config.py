@@ -25,6 +25,7 @@ _RANGES = {  # name -> (kind, least, most)
     "max_waiting": (Integral, 1, MOST),
     "ttft_slo_s": (Real, _ABOVE_0, math.inf),
     "sliding_window": (Integral, 1, MOST),
+    "attention_sinks": (Integral, 0, MOST),
 }
 _OPTIONAL = ("max_waiting", "ttft_slo_s", "sliding_window")
 _CHOICES = {
@@ -69,6 +70,7 @@ class SchedulerConfig:
     max_waiting: int | None = None
     ttft_slo_s: float | None = None
     sliding_window: int | None = None  # of a model all of whose layers slide: blocks that fell out are released
+    attention_sinks: int = 0  # first tokens that such a model sees all the same, whose blocks stay
 
     def __post_init__(self) -> None:
         for name, (kind, least, most) in _RANGES.items():

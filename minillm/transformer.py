@@ -9,16 +9,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .attention import Attention
-from .config import DENSE, ModelConfig
+from .config import DENSE, LATENT, ModelConfig
 from .errors import CheckpointError, ConfigError, short
 from .layers import RMSNorm, Rotary, SwiGLU, region
+from .mla import latent_attention
 from .packing import Weight, as_float, linear_maker
 
 
 class Block(nn.Module):
     """x + attention(norm(x)), then x + feed_forward(norm(x)): each half adds its finding to the residual stream."""
 
-    def __init__(self, attn_norm: RMSNorm, attention: Attention, ffn_norm: RMSNorm, mlp: nn.Module) -> None:
+    def __init__(self, attn_norm: RMSNorm, attention: nn.Module, ffn_norm: RMSNorm, mlp: nn.Module) -> None:
         super().__init__()
         self.attn_norm, self.attention = attn_norm, attention
         self.ffn_norm, self.mlp = ffn_norm, mlp
@@ -51,7 +52,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.config = config
         self.embedding = embedding
-        self.rotary = Rotary(config)
+        self.rotary = Rotary(config, config.rotary_dim)
         self.blocks = nn.ModuleList(blocks)
         self.final_norm = final_norm
         self.lm_head = head
@@ -93,9 +94,7 @@ class Transformer(nn.Module):
 
     def linears(self) -> list[nn.Module]:
         """Every weight matrix that a decode step multiplies by, head included."""
-        per_block = [
-            (b.attention.qkv_proj, b.attention.o_proj, b.mlp.gate_up_proj, b.mlp.down_proj) for b in self.blocks
-        ]
+        per_block = [(*b.attention.linears(), b.mlp.gate_up_proj, b.mlp.down_proj) for b in self.blocks]
         return [layer for block in per_block for layer in block] + [self.lm_head]
 
     def decode_bytes(self) -> int:
@@ -112,12 +111,12 @@ def from_tensors(config: ModelConfig, tensors: Mapping[str, Weight], make_linear
     in float32. Raises CheckpointError for a missing, surplus or
     misshapen tensor, ConfigError for an architecture that minillm sizes but does not run.
     """
-    if config.model_type not in DENSE:
+    if config.model_type not in DENSE | LATENT or any(map(config.is_expert_layer, range(config.num_hidden_layers))):
         raise ConfigError(
             f"model_type {config.model_type!r} can be sized but not run yet; minillm runs {', '.join(sorted(DENSE))}"
         )
     make_linear = make_linear or linear_maker("float32", int4_codes=False)[0]
-    taken = _Taken(tensors)
+    taken = _Taken(tensors, config)
     embedding = as_float(taken("model.embed_tokens.weight", (config.vocab_size, config.hidden_size)))
     embedding = nn.Parameter(embedding, requires_grad=False)
     blocks = [_block(config, i, taken, make_linear) for i in range(config.num_hidden_layers)]
@@ -137,7 +136,6 @@ def _norm(config: ModelConfig, taken: _Taken, name: str, size: int) -> RMSNorm:
 
 def _block(config: ModelConfig, layer: int, taken: _Taken, make_linear) -> Block:
     c, prefix = config, f"model.layers.{layer}."
-    queries, keys = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
 
     def linear(names: dict[str, int], columns: int, bias: bool) -> nn.Module:
         """One matrix of several that share their input, stacked by rows."""
@@ -148,16 +146,20 @@ def _block(config: ModelConfig, layer: int, taken: _Taken, make_linear) -> Block
     def norm(name: str, size: int) -> RMSNorm:
         return _norm(c, taken, prefix + name, size)
 
-    qkv = {"self_attn.q_proj": queries, "self_attn.k_proj": keys, "self_attn.v_proj": keys}
+    def grouped_attention() -> Attention:
+        queries, keys = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+        qkv = {"self_attn.q_proj": queries, "self_attn.k_proj": keys, "self_attn.v_proj": keys}
+        return Attention(
+            c,
+            layer,
+            linear(qkv, c.hidden_size, c.attention_bias),
+            linear({"self_attn.o_proj": c.hidden_size}, queries, c.attention_out_bias),
+            norm("self_attn.q_norm", c.head_dim) if c.qk_norm else None,
+            norm("self_attn.k_norm", c.head_dim) if c.qk_norm else None,
+        )
+
     gate_up = {"mlp.gate_proj": c.intermediate_size, "mlp.up_proj": c.intermediate_size}
-    attention = Attention(
-        c,
-        layer,
-        linear(qkv, c.hidden_size, c.attention_bias),
-        linear({"self_attn.o_proj": c.hidden_size}, queries, c.attention_out_bias),
-        norm("self_attn.q_norm", c.head_dim) if c.qk_norm else None,
-        norm("self_attn.k_norm", c.head_dim) if c.qk_norm else None,
-    )
+    attention = latent_attention(c, layer, taken, make_linear) if c.is_mla else grouped_attention()
     mlp = SwiGLU(
         linear(gate_up, c.hidden_size, c.mlp_bias),
         linear({"mlp.down_proj": c.hidden_size}, c.intermediate_size, c.mlp_bias),
@@ -172,8 +174,11 @@ class _Taken:
 
     IGNORED = ("rotary_emb.inv_freq",)  # old files carry it; it follows from the config
 
-    def __init__(self, tensors: Mapping[str, Weight]) -> None:
-        self.tensors, self.left = tensors, set(tensors)
+    def __init__(self, tensors: Mapping[str, Weight], config: ModelConfig) -> None:
+        self.tensors = tensors
+        guessing = range(config.num_hidden_layers, config.num_hidden_layers + config.num_nextn_predict_layers)
+        unread = tuple(f"model.layers.{layer}." for layer in guessing)
+        self.left = {name for name in tensors if not name.startswith(unread)}
 
     def optional(self, name: str, shape: tuple[int, ...]) -> Weight | None:
         return self(name, shape) if name in self.left else None

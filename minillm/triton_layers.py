@@ -16,6 +16,7 @@ from kernels.swiglu import swiglu
 
 from .attention import Attention
 from .layers import RMSNorm, SwiGLU, region
+from .mla import LatentAttention
 from .transformer import Block, Transformer
 
 
@@ -43,6 +44,10 @@ def turn(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
 
 
 class TritonAttention(Attention):
+    rotate = staticmethod(turn)
+
+
+class TritonLatentAttention(LatentAttention):
     rotate = staticmethod(turn)
 
 
@@ -83,6 +88,7 @@ CLASSES = {
     RMSNorm: TritonRMSNorm,
     SwiGLU: TritonSwiGLU,
     Attention: TritonAttention,
+    LatentAttention: TritonLatentAttention,
     Block: TritonBlock,
     Transformer: TritonTransformer,
 }

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kernels.flash_attention import HEADS, flash_attention
 from kernels.kv_write import kv_write
+from kernels.mla_decode import mla_decode
 from kernels.paged_attention import MAX_GROUP, paged_attention
 from kernels.paged_decode import MAX_HEAD, paged_decode
 
@@ -21,30 +22,58 @@ from .paging import PagedStep
 class TritonStep(PagedStep):
     """PagedStep on kernels. Its sequences must lie end to end, in order, padding rows last."""
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q (T, H, D), k and v (T, Hkv, D) of the packed tokens -> (T, H, D); rows of no sequence give 0."""
-        if q.shape[2] > MAX_HEAD or q.shape[1] // k.shape[1] > MAX_GROUP:
-            return super().attend(layer, q, k, v)
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor | None, scale: float | None = None, keep: Tensor | None = None
+    ) -> Tensor:
+        window, sinks = self.cache.sight[layer]
+        if keep is None and v is None and self._one_each and self._latent_fits():
+            return self._attend_latent(layer, q, k, scale)
+        grouped = v is not None and keep is None and scale is None and not sinks
+        if not grouped or q.shape[2] > MAX_HEAD or q.shape[1] // k.shape[1] > MAX_GROUP:
+            return super().attend(layer, q, k, v, scale, keep)
         self._write(layer, k, v)
         step, (keys, values) = self.metadata, self.cache.layers[layer]
-        window, tables, lengths = self.cache.config.window(layer), step.block_tables, step.context_lengths
+        tables, lengths = step.block_tables, step.context_lengths
         q16 = q.to(keys.dtype)
-        if step.rows == len(step.sequences):  # one token each, and no padding
+        if self._one_each:
             out = paged_decode(q16, keys, values, tables, lengths, window=window, backend="triton")
         else:
             starts = step.query_starts
             out = paged_attention(q16, keys, values, starts, tables, lengths, window=window, backend="triton")
         return out.to(q.dtype)
 
-    def _write(self, layer: int, k: Tensor, v: Tensor) -> None:
-        kv_write(k, v, *self.cache.layers[layer], self.metadata.slot_mapping, backend="triton")
+    @property
+    def _one_each(self) -> bool:
+        """One token a sequence, and no padding."""
+        return self.metadata.rows == len(self.metadata.sequences)
+
+    def _latent_fits(self) -> bool:
+        """Both parts of a row are tiles, so powers of two: 512 and 64 in every published model."""
+        config = self.cache.config
+        return all(size >= 16 and size & (size - 1) == 0 for size in (config.kv_lora_rank, config.qk_rope_head_dim))
+
+    def _attend_latent(self, layer: int, q: Tensor, row: Tensor, scale: float) -> Tensor:
+        self._write(layer, row, None)
+        step, rows = self.metadata, self.cache.layers[layer][0][:, :, 0]  # (blocks, block_size, C + P)
+        rank = self.cache.config.kv_lora_rank
+        q16 = q.to(rows.dtype)
+        out = mla_decode(q16, rows, step.block_tables, step.context_lengths, rank, scale, backend="triton")
+        return out.to(q.dtype)
+
+    def _write(self, layer: int, k: Tensor, v: Tensor | None) -> None:
+        if v is None:
+            super()._write(layer, k, v)
+        else:
+            kv_write(k, v, *self.cache.layers[layer], self.metadata.slot_mapping, backend="triton")
 
 
-def flash(q: Tensor, k: Tensor, v: Tensor, window: int | None = None, scale: float | None = None) -> Tensor:
+def flash(
+    q: Tensor, k: Tensor, v: Tensor, window: int | None = None, scale: float | None = None, sinks: int = 0
+) -> Tensor:
     """sdpa_attention with FlashAttention for more than one query. One query has nothing to tile: the paged kernels
     split its keys over the GPU, and so does torch's own."""
-    if q.shape[0] == 1 or q.shape[2] not in HEADS or v.shape[2] != q.shape[2]:
-        return sdpa_attention(q, k, v, window, scale)
+    if q.shape[0] == 1 or sinks or q.shape[2] not in HEADS or v.shape[2] != q.shape[2]:
+        return sdpa_attention(q, k, v, window, scale, sinks)
     ends = torch.arange(2, dtype=torch.int32, device=q.device)
     starts = (ends * q.shape[0], ends * k.shape[0])
     return flash_attention(q, k, v, *starts, scale, window, longest=q.shape[0], backend="triton")[0]

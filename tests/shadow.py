@@ -49,7 +49,7 @@ class ShadowRunner:
         r, size, window = part.request, self.scheduler.config.block_size, self.scheduler.config.sliding_window
         tokens, end = r.token_ids, part.start + part.count
         first = 0 if window is None else max(0, part.start - window + 1)
-        for t in range(first, end):
+        for t in {*range(min(end, self.scheduler.config.attention_sinks)), *range(first, end)}:
             slot = (r.block_ids[t // size], t % size)
             assert self.slots.get(slot) == self._value(r, tokens, t), f"{r} would read another's slot at token {t}"
 

@@ -90,9 +90,9 @@ def test_triton_on_the_cpu_is_refused_before_anything_is_loaded(monkeypatch, tmp
 # --- the model ---
 
 
-@pytest.fixture(scope="module", params=["qwen3", "mistral-window", "qwen2-window"])
+@pytest.fixture(scope="module", params=["qwen3", "mistral-window", "qwen2-window", "deepseek", "mistral-sinks"])
 def pair(request, tmp_path_factory):
-    """(the torch model, tokenizer): no window, all layers with one, and some."""
+    """(the torch model, tokenizer): no window, all layers with one, some; a latent; a window and the first tokens."""
     return _tiny(request.param, tmp_path_factory)
 
 
@@ -158,6 +158,21 @@ def test_with_triton_none_of_torchs_operators_is_left(qwen3, monkeypatch):
         monkeypatch.setattr(module, name, forbidden)
     engine.add_request("a", PROMPTS[0], GREEDY)
     assert answers(run(engine)["a"]) == want
+
+
+@needs_triton
+def test_decode_of_a_latent_runs_in_its_kernel(tmp_path_factory, monkeypatch):
+    from minillm import triton_step
+
+    pair, calls, kernel = _tiny("deepseek", tmp_path_factory), [], triton_step.mla_decode
+    monkeypatch.setattr(
+        triton_step, "mla_decode", lambda q, *args, **kw: calls.append(tuple(q.shape)) or kernel(q, *args, **kw)
+    )
+    engine = _engine(pair, "triton")
+    for name, prompt in zip("ab", PROMPTS, strict=False):
+        engine.add_request(name, prompt, GREEDY)
+    run(engine)
+    assert calls == [(2, 6, 32 + 16)] * 2 * (GREEDY.max_tokens - 1)  # two requests, two layers
 
 
 def _engine(pair, name, **options) -> Engine:

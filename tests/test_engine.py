@@ -22,9 +22,9 @@ def qwen3(tmp_path_factory):
     return make_tiny("qwen3", tmp_path_factory)
 
 
-@pytest.fixture(scope="module", params=["qwen3", "mistral-window", "qwen2-window"])
+@pytest.fixture(scope="module", params=["qwen3", "mistral-window", "qwen2-sinks", "deepseek", "mistral-sinks"])
 def pair(request, tmp_path_factory):
-    """No window, all layers with one, and some."""
+    """No window, all layers with one, some; one latent for keys and values; a window and the first tokens."""
     return make_tiny(request.param, tmp_path_factory)
 
 

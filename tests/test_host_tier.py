@@ -131,9 +131,10 @@ def test_a_request_swapped_out_in_a_failed_step_computes_again(tmp_path_factory)
     assert answers(done["new"]) == expected(pair, tuple(range(20, 29)), params)
 
 
+@pytest.mark.parametrize("family", ["llama", "deepseek", "mistral-sinks"])
 @pytest.mark.parametrize("batch_invariant", [False, True])
-def test_an_answer_is_the_same_from_host_memory(tmp_path_factory, batch_invariant):
-    pair = make_tiny("llama", tmp_path_factory)
+def test_an_answer_is_the_same_from_host_memory(tmp_path_factory, batch_invariant, family):
+    pair = make_tiny(family, tmp_path_factory)
     engine = make_engine(
         pair, batch_invariant, num_blocks=8, watermark=0, num_host_blocks=20, host_reuse="always", block_size=4
     )

@@ -198,7 +198,7 @@ def test_a_thread_that_dies_tells_its_readers(pair, monkeypatch, error):
         *((name, value) for name in ("num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens",
                                      "max_model_len", "priority_places", "max_waiting", "sliding_window")
           for value in (0, -1, 1.5, float("nan"), "7", True, 1 << 31)),
-        *((name, value) for name in ("num_host_blocks", "long_prefill_token_threshold")
+        *((name, value) for name in ("num_host_blocks", "long_prefill_token_threshold", "attention_sinks")
           for value in (-1, 1.5, float("nan"), "7", True, 1 << 31)),
         *(("watermark", value) for value in (-0.1, 1.1, float("nan"), float("inf"), "0.1", True)),
         *(("ttft_slo_s", value) for value in (0, -1, float("nan"), float("inf"), "1", True)),

@@ -263,10 +263,11 @@ def test_holes_too_small_for_anybody():
 H, HKV, D, SIZE = 6, 2, 8, 4
 
 
-def config(window: int | None = None) -> ModelConfig:
+def config(window: int | None = None, sinks: int = 0) -> ModelConfig:
     return ModelConfig(
         "llama", 64, 32, 32, 2, H, HKV, D, 512,
-        sliding_window=window, layer_types=("full_attention", "sliding_attention" if window else "full_attention"),
+        sliding_window=window, attention_sinks=sinks,
+        layer_types=("full_attention", "sliding_attention" if window else "full_attention"),
     )  # fmt: skip
 
 
@@ -280,14 +281,15 @@ def scattered_tables(lengths: list[int], seed: int) -> list[list[int]]:
 @given(
     parts=st.lists(st.tuples(st.integers(0, 20), st.sampled_from([1, 1, 1, 2, 5, 9])), min_size=1, max_size=7),
     window=st.sampled_from([None, 1, 3, 6]),
+    sinks=st.sampled_from([0, 0, 1, 5]),
     exact=st.booleans(),
     seed=st.integers(0, 99),
 )
-def test_attending_in_blocks_equals_attending_in_one_piece(parts, window, exact, seed):
+def test_attending_in_blocks_equals_attending_in_one_piece(parts, window, sinks, exact, seed):
     """Decodes and chunks of any length in one step, against the formula over each sequence's own keys."""
     generator = torch.Generator().manual_seed(seed)
     tables = scattered_tables([start + count for start, count in parts], seed)
-    cache = PagedCache(config(window), 1 + sum(start + count for start, count in parts), SIZE)
+    cache = PagedCache(config(window, sinks), 1 + sum(start + count for start, count in parts), SIZE)
     cache.storage[:, :, 1:] = float("nan")  # what an earlier request may have left
     k, v = (torch.randn(sum(a + b for a, b in parts), HKV, D, generator=generator) for _ in range(2))
     q = torch.randn(len(k), H, D, generator=generator)
@@ -304,7 +306,9 @@ def test_attending_in_blocks_equals_attending_in_one_piece(parts, window, exact,
                 row += size
                 if not history:
                     whole = slice(first, first + start + count)
-                    expected.append(naive_attention(q[own], k[whole], v[whole], cache.config.window(layer)))
+                    expected.append(
+                        naive_attention(q[own], k[whole], v[whole], cache.config.window(layer), sinks=sinks)
+                    )
                 first += start + count
             steps.append((sequences, rows))
         for sequences, rows in steps:

@@ -22,6 +22,9 @@ SHAPE = {
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 64}  # fmt: skip
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}
+LATENT = {"kv_lora_rank": 32, "qk_nope_head_dim": 12, "qk_rope_head_dim": 16, "v_head_dim": 10,
+          "num_key_value_heads": 6, "first_k_dense_replace": 3}  # fmt: skip
+LATENT_YARN = {**YARN, "factor": 40.0, "mscale": 1.0, "mscale_all_dim": 1.0, "original_max_position_embeddings": 64}
 
 # name -> (class name, what it adds to SHAPE)
 FAMILIES = {
@@ -36,14 +39,25 @@ FAMILIES = {
     "mistral-no-window": ("Mistral", {"sliding_window": None}),
     "qwen2": ("Qwen2", {}),
     "qwen2-window": ("Qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
+    "deepseek": ("DeepseekV3", {**LATENT, "q_lora_rank": 24}),
+    "deepseek-yarn": (
+        "DeepseekV3",
+        {**LATENT, "q_lora_rank": None, "rope_parameters": LATENT_YARN, "rms_norm_eps": 1e-2, "attention_bias": True},
+    ),
+    "deepseek-halves": ("DeepseekV3", {**LATENT, "q_lora_rank": 24, "rope_interleave": False}),
     "qwen3": ("Qwen3", {}),
     "qwen3-tied": ("Qwen3", {"tie_word_embeddings": True, "attention_bias": True}),
+}
+# what minillm adds to a family and transformers has not: keys that it writes into config.json and does not read
+OWN = {
+    "mistral-sinks": ("Mistral", {"sliding_window": 7, "attention_sinks": 3}),
+    "qwen2-sinks": ("Qwen2", {**FAMILIES["qwen2-window"][1], "attention_sinks": 2}),
 }
 
 
 def make(name: str, seed: int = 0, **changes):
     """A transformers model in float32 with random weights, norms and biases included."""
-    kind, extra = FAMILIES[name]
+    kind, extra = {**FAMILIES, **OWN}[name]
     config = getattr(transformers, f"{kind}Config")(**{**SHAPE, **extra, **changes})
     torch.manual_seed(seed)
     model = getattr(transformers, f"{kind}ForCausalLM")(config).float().eval()

@@ -30,8 +30,8 @@ def attention_costs(
 
 
 def _windows(config: ModelConfig) -> Counter[int | None]:
-    """window -> number of layers that have it."""
-    return Counter(config.window(layer) for layer in range(config.num_hidden_layers))
+    """window -> number of layers that have it. Attention sinks count as a window that is longer by so many."""
+    return Counter(config.visible(layer) for layer in range(config.num_hidden_layers))
 
 
 def _pairs(config: ModelConfig, step: Step) -> int:

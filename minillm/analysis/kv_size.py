@@ -49,7 +49,8 @@ def kv_bytes(
     tensor_parallel: int = 1,
     block_size: int = 1,
 ) -> float:
-    """Bytes of the KV cache of one sequence of `tokens` tokens on one rank; a sliding layer holds min(tokens, window).
+    """Bytes of the KV cache of one sequence of `tokens` tokens on one rank; a sliding layer holds min(tokens, window),
+    and its attention sinks besides.
 
     `block_size` rounds every layer's tokens up to whole blocks. Raises RequestError for a count that is none.
     """
@@ -63,5 +64,5 @@ def kv_bytes(
 def held_tokens(config: ModelConfig, tokens: int, reserved: bool = False) -> Iterator[int]:
     """Tokens that each layer's cache holds for a sequence of `tokens`, layer by layer."""
     for layer in range(config.num_hidden_layers):
-        window = None if reserved else config.window(layer)
-        yield tokens if window is None else min(tokens, window)
+        most = None if reserved else config.visible(layer)
+        yield tokens if most is None else min(tokens, most)
