@@ -93,9 +93,9 @@ class ContiguousCache:
             )
         keys, values = self._layers[layer]
         keys[start:end] = k if keep is None else keep
-        if keep is not None:
+        if keep is not None:  # MLA, expanded
             keys, values = k, v
-        elif v is not None:
+        elif v is not None:  # the values of MLA, absorbed, were written with its keys
             values[start:end] = v
         window, sinks = self.config.window(layer), self.config.sinks(layer)
         out = self.attention(q.to(keys.dtype), keys[:end], values[:end], window, scale, sinks)
