@@ -1,5 +1,6 @@
 """Promise: the steps of an online softmax end at the softmax of the whole row, and their pictures show those steps."""
 
+import itertools
 import math
 
 import pytest
@@ -8,7 +9,6 @@ from hypothesis import strategies as st
 from matplotlib import pyplot as plt
 
 from minillm.viz.online_softmax import online_explorer, online_softmax, online_steps, online_walk
-import itertools
 
 ROW = [0.4, -0.8, 1.1, 0.2, 1.9, 0.3, -0.5, 2.4, 1.0]
 NOTHING = float("-inf")
