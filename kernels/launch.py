@@ -7,6 +7,7 @@ torch reference runs, and asking for the kernel itself is one clear error.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 
 import torch
@@ -34,7 +35,10 @@ class _Absent:
         return self
 
     def __call__(self, *args, **kwargs) -> _Absent:
-        return self
+        made = _Absent()
+        if args and inspect.isfunction(args[0]):  # @triton.jit: keep what was written, for `show`
+            made.fn = args[0]
+        return made
 
     def __getitem__(self, grid) -> _Absent:
         raise KernelError('triton is not installed; pip install triton (Linux only), or use backend="torch"')
