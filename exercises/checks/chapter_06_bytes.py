@@ -102,7 +102,7 @@ BYTES = Exercise(
             "used_again_later",
             edit=(
                 "sum(sizes[output] + sum(sizes[name] for name in set(inputs)) for output, inputs in operators)",
-                "sum(map(sizes.get, {n for output, inputs in operators for n in inputs} | {o for o, _ in operators}))",
+                "sum(sizes[o] for o, _ in operators) + sum(map(sizes.get, {n for _, ins in operators for n in ins}))",
             ),
         ),
         Mistake(

@@ -18,7 +18,9 @@ sys.modules["triton"] = None  # as on macOS and Windows: importing it fails
 import torch
 from kernels.catalog import kernel_files
 from kernels.launch import KernelError
-from kernels.swiglu import swiglu
+from kernels.swiglu import swiglu, swiglu_kernel
+from minillm.viz import show
+assert "def swiglu_kernel(" in repr(show(swiglu_kernel))  # what a notebook prints of a kernel that cannot run
 assert len(kernel_files()) >= 3
 x = torch.ones(2, 8)
 assert torch.equal(swiglu(x, x), swiglu(x, x, backend="torch"))
