@@ -113,8 +113,10 @@ class Attention(nn.Module):
         o_proj: nn.Module,
         q_norm: RMSNorm | None = None,
         k_norm: RMSNorm | None = None,
+        gated: bool = False,
     ) -> None:
         super().__init__()
+        self.gated = gated  # qkv_proj also makes a gate for each number that attention finds (Qwen3-Next)
         self.layer, self.heads, self.kv_heads = layer, config.num_attention_heads, config.num_key_value_heads
         self.head_dim = config.head_dim
         self.qkv_proj, self.o_proj = qkv_proj, o_proj
@@ -127,8 +129,8 @@ class Attention(nn.Module):
         """x (T, d) -> (T, d)."""
         T, H, Hkv, D = x.shape[0], self.heads, self.kv_heads, self.head_dim
         with region("qkv_proj"):
-            qkv = self.qkv_proj(x).view(T, H + 2 * Hkv, D)
-        qk, v = qkv[:, : H + Hkv], qkv[:, H + Hkv :]
+            qkv = self.qkv_proj(x).view(T, -1, D)
+        qk, v, gate = qkv.split([H + Hkv, Hkv, qkv.shape[1] - H - 2 * Hkv], dim=1)
         if self.q_norm is not None:
             with region("qk_norm"):
                 qk = torch.cat([self.q_norm(qk[:, :H]), self.k_norm(qk[:, H:])], dim=1)
@@ -136,5 +138,8 @@ class Attention(nn.Module):
             qk = self.rotate(qk, rotation)  # queries and keys turn alike, so both at once
         with region("attention"):
             out = cache.attend(self.layer, qk[:, :H], qk[:, H:], v)  # (T, H, D)
+        if self.gated:
+            with region("attn_gate"):
+                out = out * gate.sigmoid()
         with region("o_proj"):
             return self.o_proj(out.reshape(T, H * D))

@@ -23,12 +23,13 @@ from collections.abc import Iterator
 from operator import attrgetter
 
 from .block_pool import NULL, BlockError, BlockPool
-from .errors import QueueFullError, RequestError
+from .errors import EngineError, QueueFullError, RequestError
 from .events import EventLog
 from .host_tier import HostTier
 from .prefix_cache import make_prefix_cache
 from .request import Request, RequestStatus
 from .scheduler_config import SchedulerConfig
+from .state_slots import StateSlots
 from .step_plan import Plan, Scheduled, SchedulerOutput
 
 __all__ = ["Scheduled", "Scheduler", "SchedulerConfig", "SchedulerOutput"]
@@ -44,6 +45,9 @@ class Scheduler:
         self.pool = BlockPool(config.num_blocks, config.block_size, config.eviction, self.events)
         self.prefix_cache = make_prefix_cache(config.prefix_cache, self.pool)
         self.host = HostTier(config.num_host_blocks, config.block_size, config.eviction, config.host_reuse, self.events)
+        self.states = StateSlots(config.num_state_slots or 0)
+        if self.states.total and config.prefix_cache != "off":
+            raise EngineError("a model with states cannot take prefixes from a cache; set prefix_cache to 'off'")
         if self.host.keeps:
             self.prefix_cache.on_evict = self.host.offload
         self.waiting: list[Request] = []
@@ -76,10 +80,10 @@ class Scheduler:
                 f"the prompt has {prompt} tokens and the whole cache holds {self.max_sequence - 1}; shorten the "
                 "prompt, or start the engine with more num_blocks"
             )
-        if request.width > config.max_num_seqs:
+        if request.width > config.max_running:
+            limit = "max_num_seqs" if config.max_running == config.max_num_seqs else "num_state_slots"
             raise RequestError(
-                f"n is {request.width} and at most {config.max_num_seqs} sequences run at once; lower n or raise "
-                "max_num_seqs"
+                f"n is {request.width} and at most {config.max_running} sequences run at once; lower n or raise {limit}"
             )
         if config.max_waiting is not None and len(self.waiting) >= config.max_waiting:
             raise QueueFullError(f"{len(self.waiting)} requests are waiting, which is the limit; try again later")
@@ -90,7 +94,7 @@ class Scheduler:
         ahead = [r for r in self.waiting if r.order < self._order(request)]
         running = sum(max(0, r.num_tokens - r.num_computed - 1) for r in self.running)
         tokens = running + sum(r.num_tokens - r.num_computed for r in ahead) + request.num_tokens
-        full = sum(r.width for r in self.running) + request.width > self.config.max_num_seqs
+        full = sum(r.width for r in self.running) + request.width > self.config.max_running
         return tokens, len(ahead) + bool(ahead or full)
 
     def _order(self, request: Request) -> tuple[int, int, int]:
@@ -104,8 +108,7 @@ class Scheduler:
         (self.running if request.status is RequestStatus.RUNNING else self.waiting).remove(request)
         self._let_go(request)
         if request.host_blocks is not None:
-            self.host.release(request.host_blocks)
-            request.host_blocks = None
+            self._let_go_host(request)
         request.status, request.finish_reason = RequestStatus.FINISHED, reason
         self.events.append("finished", request.label, reason=reason, tokens=len(request.output_token_ids))
         return True
@@ -129,7 +132,9 @@ class Scheduler:
             self._continue(request, plan)
         if not plan.preempted and (self.config.continuous_batching or not self.running):
             self._admit(plan)
-        output = SchedulerOutput(list(plan.parts.values()), *self.host.take_copies(), plan.preempted)
+        output = SchedulerOutput(
+            list(plan.parts.values()), *self.host.take_copies(), plan.preempted, self.states.take_copies()
+        )
         if output.scheduled:
             labels = [part.request.label for part in output.scheduled]
             counts = [part.count for part in output.scheduled]
@@ -199,18 +204,28 @@ class Scheduler:
         self.events.append("preempted", request.label, how=how, lost=lost)
 
     def _swap_out(self, request: Request) -> bool:
+        if not self.states.can_swap_out:
+            return False
         written = request.block_ids[: self.pool.blocks_for(request.num_computed)]
         request.host_blocks = self.host.swap_out(written)
+        if request.host_blocks is not None:
+            self.states.swap_out(request)
         return request.host_blocks is not None
 
     def _let_go(self, request: Request) -> None:
         self.pool.release(request.block_ids, request.label)
         request.block_ids, request.num_published = [], 0
+        self.states.release(request)
+
+    def _let_go_host(self, request: Request) -> None:
+        self.host.release(request.host_blocks)
+        request.host_blocks = None
+        self.states.release_host(request)
 
     # --- admission ---
 
     def _admit(self, plan: Plan) -> None:
-        slots = self.config.max_num_seqs - sum(r.width for r in self.running)
+        slots = self.config.max_running - sum(r.width for r in self.running)
         owed = sum(max(0, self.pool.blocks_for(r.num_tokens) - len(r.block_ids)) for r in self.running)
         while self.waiting and plan.budget and self.waiting[0].width <= slots:
             request = self.waiting[0]
@@ -234,8 +249,10 @@ class Scheduler:
         request.block_ids, request.num_published = hits, len(hits)
         if swapped:
             self._swap_in(request)
-        elif reloads:
-            self._reload(request, reloads)
+        else:
+            self.states.take(request)
+            if reloads:
+                self._reload(request, reloads)
         request.num_computed = computed
         self._reserve(request, count)  # never a copy: what is found are full blocks, what comes back has its own
         self._note_admission(request, "swap" if swapped else "recompute", len(reloads) * pool.block_size)
@@ -264,6 +281,7 @@ class Scheduler:
         kept = sum(block != NULL for block in request.host_blocks)
         request.block_ids = self.host.swap_in(request.host_blocks, self.pool.allocate(kept, request.label))
         request.host_blocks = None
+        self.states.swap_in(request)
 
     def _note_admission(self, request: Request, how: str, from_host: int) -> None:
         resumed, cached = request.num_preemptions > 0, request.num_computed
@@ -305,14 +323,16 @@ class Scheduler:
         return sampling
 
     def discard(self, output: SchedulerOutput) -> list[Request]:
-        """The step failed, and nothing can be said of what it wrote. Returns those that it computed, for the caller
-        to end; a request that it swapped out computes all its tokens again."""
+        """The step failed, and nothing can be said of what it wrote. Returns those that it computed, and forks whose
+        state it was to copy, for the caller to end; a request that it swapped out computes all its tokens again."""
         self.host.settle(done=False)
         for request in output.preempted:
             if request.host_blocks is not None:
-                self.host.release(request.host_blocks)
-                request.host_blocks, request.num_computed = None, 0
-        return [part.request for part in output.scheduled]
+                self._let_go_host(request)
+                request.num_computed = 0
+        copied = {slot for _, slot in output.states.forks}
+        forks = [request for request in self.running if request.state_slot in copied]
+        return [part.request for part in output.scheduled] + forks
 
     def reset_prefix_cache(self) -> None:
         """Forgets what is cached on the device and in host memory."""
@@ -343,6 +363,7 @@ class Scheduler:
         children = [request.fork(sequence) for sequence in range(1, width)]
         for child in children:
             self.pool.share(child.block_ids, child.label)
+            self.states.fork(request, child)
             insort(self.running, child, key=_ORDER)
         self.events.append("forked", request.label, children=[child.label for child in children])
         return children
@@ -362,6 +383,7 @@ class Scheduler:
         self.pool.check([r.block_ids for r in self.running])
         self.host.check([r.host_blocks for r in self.waiting if r.host_blocks is not None])
         self.prefix_cache.check()
+        self.states.check(self.running, self.waiting)
         for request in self.waiting:
             if request.block_ids or request.status is RequestStatus.RUNNING:
                 raise BlockError(f"{request} waits and holds blocks")

@@ -19,8 +19,9 @@ from .errors import ConfigError, short
 DENSE = {"llama", "mistral", "qwen2", "qwen3"}
 LATENT = {"deepseek_v3", "kimi_k2"}  # multi-head latent attention; Kimi K2 is DeepSeek-V3 in other sizes
 EXPERTS = {"mixtral", "qwen3_moe"} | LATENT
+HYBRID = {"qwen3_next"}  # most layers a gated delta rule with a state of constant size, every fourth full attention
 COSTED_ONLY = {"gpt_oss", "gemma3_text"}  # sized by the cost model, not run
-SUPPORTED = DENSE | EXPERTS | COSTED_ONLY
+SUPPORTED = DENSE | EXPERTS | HYBRID | COSTED_ONLY
 
 _LIMIT = 1 << 31  # no dimension of a real model comes near it; a corrupt file does
 
@@ -30,7 +31,8 @@ class ModelConfig:
     """Shape of a decoder-only transformer. Units: counts, except `rms_norm_eps` and `rope_theta`.
 
     `head_dim` is the file's own value and falls back to hidden_size / num_attention_heads only if absent
-    (Qwen3-0.6B has 1024 / 16 = 64 but head_dim 128). `layer_types[i]` is "full_attention" or "sliding_attention".
+    (Qwen3-0.6B has 1024 / 16 = 64 but head_dim 128). `layer_types[i]` is "full_attention", "sliding_attention" or
+    "linear_attention".
     """
 
     model_type: str
@@ -58,6 +60,7 @@ class ModelConfig:
     num_experts_per_tok: int = 0
     moe_intermediate_size: int = 0
     n_shared_experts: int = 0
+    shared_expert_intermediate_size: int = 0  # of Qwen3-Next's one shared expert, which a gate of its own scales
     first_k_dense_replace: int = 0  # the first k layers stay dense (DeepSeek-V3: 3)
     # multi-head latent attention
     q_lora_rank: int | None = None
@@ -67,6 +70,15 @@ class ModelConfig:
     v_head_dim: int = 0
     rope_interleave: bool = True  # rotary pairs are (x[2i], x[2i+1]) in the file
     num_nextn_predict_layers: int = 0  # further layers in a DeepSeek-V3 file, which guess ahead; not run
+    # gated delta rule, of the layers called "linear_attention"
+    linear_num_key_heads: int = 0
+    linear_num_value_heads: int = 0
+    linear_key_head_dim: int = 0
+    linear_value_head_dim: int = 0
+    linear_conv_kernel_dim: int = 0
+    partial_rotary_factor: float = 1.0  # share of a head that turns; the rest passes
+    mlp_only_layers: tuple[int, ...] = ()  # dense among expert layers
+    decoder_sparse_step: int = 1  # every so many-th layer has experts
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     raw: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
@@ -92,7 +104,7 @@ class ModelConfig:
 
     @property
     def rotary_dim(self) -> int:
-        return self.qk_rope_head_dim if self.is_mla else self.head_dim
+        return self.qk_rope_head_dim if self.is_mla else int(self.head_dim * self.partial_rotary_factor)
 
     @property
     def group_size(self) -> int:
@@ -113,7 +125,34 @@ class ModelConfig:
         return None if window is None else window + self.attention_sinks
 
     def is_expert_layer(self, layer: int) -> bool:
-        return self.is_moe and layer >= self.first_k_dense_replace
+        dense = layer < self.first_k_dense_replace or layer in self.mlp_only_layers
+        return self.is_moe and not dense and (layer + 1) % self.decoder_sparse_step == 0
+
+    @property
+    def shared_width(self) -> int:
+        """Inner size of what every token passes besides its experts, all shared experts together."""
+        return self.shared_expert_intermediate_size or self.n_shared_experts * self.moe_intermediate_size
+
+    @property
+    def linear_layers(self) -> list[int]:
+        """Layers that keep a state of constant size instead of keys and values."""
+        return [i for i, kind in enumerate(self.layer_types) if kind == "linear_attention"]
+
+    @property
+    def kv_layers(self) -> list[int]:
+        """Layers that keep something for each token."""
+        return [i for i, kind in enumerate(self.layer_types) if kind != "linear_attention"]
+
+    @property
+    def conv_channels(self) -> int:
+        """What a linear layer convolves: its queries, keys and values side by side."""
+        keys = self.linear_num_key_heads * self.linear_key_head_dim
+        return 2 * keys + self.linear_num_value_heads * self.linear_value_head_dim
+
+    @property
+    def is_hybrid(self) -> bool:
+        """Qwen3-Next: also norms whose weight is stored less one, and a gate on what full attention found."""
+        return self.model_type in HYBRID
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any], source: str = "config") -> ModelConfig:
@@ -172,12 +211,33 @@ def _validate(c: ModelConfig) -> None:
         raise ConfigError(f"rms_norm_eps {c.rms_norm_eps} must be at least 0 and rope_theta {c.rope_theta} above 0")
     if len(c.layer_types) != c.num_hidden_layers:
         raise ConfigError(f"layer_types names {len(c.layer_types)} layers, num_hidden_layers is {c.num_hidden_layers}")
-    if unknown := set(c.layer_types) - {"full_attention", "sliding_attention"}:
-        raise ConfigError(f"layer_types holds {sorted(map(str, unknown))}; known: full_attention, sliding_attention")
+    known = ("full_attention", "sliding_attention", *(["linear_attention"] if c.is_hybrid else []))
+    if unknown := set(c.layer_types) - set(known):
+        raise ConfigError(f"layer_types holds {sorted(map(str, unknown))}; known: {', '.join(known)}")
     if "sliding_attention" in c.layer_types and (c.sliding_window is None or c.sliding_window < 1):
         raise ConfigError(f"sliding_window is {c.sliding_window}; a sliding layer needs at least 1")
+    if c.is_hybrid:
+        _validate_hybrid(c)
     if c.is_moe and not 0 < c.num_experts_per_tok <= c.num_experts:
         raise ConfigError(f"num_experts_per_tok {c.num_experts_per_tok} must lie between 1 and {c.num_experts}")
+
+
+def _validate_hybrid(c: ModelConfig) -> None:
+    for name in ("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",
+                 "linear_conv_kernel_dim"):  # fmt: skip
+        check_range(name, getattr(c, name), _LIMIT - 1)
+    if c.linear_num_value_heads % c.linear_num_key_heads:
+        raise ConfigError(
+            f"linear_num_value_heads {c.linear_num_value_heads} is not a multiple of "
+            f"linear_num_key_heads {c.linear_num_key_heads}, so value heads cannot be grouped"
+        )
+    if not c.kv_layers:
+        raise ConfigError("layer_types holds linear_attention alone; minillm needs a full_attention layer beside it")
+    if not 0 < c.partial_rotary_factor <= 1 or c.rotary_dim < 2 or c.rotary_dim % 2:
+        raise ConfigError(
+            f"partial_rotary_factor {c.partial_rotary_factor} of head_dim {c.head_dim} turns {c.rotary_dim} numbers; "
+            "rotary embedding turns pairs"
+        )
 
 
 FIELD_NAMES = tuple(f.name for f in fields(ModelConfig))

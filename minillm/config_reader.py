@@ -13,8 +13,10 @@ from .errors import ConfigError, short
 
 _MOST_LAYERS = 4096
 _WINDOWED = {"mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma3_text", "gpt_oss"}
-_LAYER_TYPED = {"qwen2", "qwen3", "qwen3_moe", "gemma3_text", "gpt_oss"}  # Mistral slides in every layer or in none
-_BIASED = {"llama", "qwen3", "qwen3_moe", "gpt_oss", "gemma3_text", "deepseek_v3", "kimi_k2"}  # attention_bias is read
+# Mistral slides in every layer or in none
+_LAYER_TYPED = {"qwen2", "qwen3", "qwen3_moe", "qwen3_next", "gemma3_text", "gpt_oss"}
+# those that read attention_bias
+_BIASED = {"llama", "qwen3", "qwen3_moe", "qwen3_next", "gpt_oss", "gemma3_text", "deepseek_v3", "kimi_k2"}
 _LATENT = {"deepseek_v3", "kimi_k2"}
 _SILU = (None, "silu", "swish")
 
@@ -48,7 +50,7 @@ def read_fields(raw: Mapping[str, Any], model_type: str) -> dict[str, Any]:
         "attention_bias": qkv_bias,
         "attention_out_bias": qkv_bias and model_type != "qwen2",
         "mlp_bias": model_type == "llama" and bool(raw.get("mlp_bias")),
-        "qk_norm": model_type in {"qwen3", "qwen3_moe", "gemma3_text"},
+        "qk_norm": model_type in {"qwen3", "qwen3_moe", "qwen3_next", "gemma3_text"},
         "sliding_window": _sliding_window(raw, model_type),
         "attention_sinks": _integer(raw, "attention_sinks", 0),
         "num_experts": _integer(raw, experts, 0),
@@ -60,6 +62,8 @@ def read_fields(raw: Mapping[str, Any], model_type: str) -> dict[str, Any]:
         "bos_token_id": raw.get("bos_token_id"),
     }
     values["layer_types"] = _layer_types(raw, model_type, layers, values["sliding_window"])
+    if model_type == "qwen3_next":
+        values.update(_hybrid(raw))
     if mla:
         names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
         values.update({name: _integer(raw, name) for name in names})
@@ -68,6 +72,26 @@ def read_fields(raw: Mapping[str, Any], model_type: str) -> dict[str, Any]:
         values["num_nextn_predict_layers"] = _integer(raw, "num_nextn_predict_layers", 0)
         check_range("num_nextn_predict_layers", values["num_nextn_predict_layers"], _MOST_LAYERS, 0)
         values["rope_interleave"] = bool(raw.get("rope_interleave", True))
+    return values
+
+
+def _hybrid(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Qwen3-Next's own keys, with the defaults that its family has where a file leaves them out."""
+    defaults = {"linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128,
+                "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "head_dim": 256}  # fmt: skip
+    values: dict[str, Any] = {name: _integer(raw, name, default) for name, default in defaults.items()}
+    rope = raw.get("rope_parameters") or {}
+    share = {"partial_rotary_factor": rope.get("partial_rotary_factor", raw.get("partial_rotary_factor"))}
+    values["partial_rotary_factor"] = _number(share, "partial_rotary_factor", 0.25)
+    dense = raw.get("mlp_only_layers") or []
+    if not isinstance(dense, list | tuple) or any(isinstance(i, bool) or not isinstance(i, int) for i in dense):
+        raise ConfigError(f"mlp_only_layers is {short(repr(dense))}; it must be a list of layer numbers")
+    values["mlp_only_layers"] = tuple(dense)
+    values["decoder_sparse_step"] = _integer(raw, "decoder_sparse_step", 1)
+    check_range("decoder_sparse_step", values["decoder_sparse_step"], _MOST_LAYERS)
+    if raw.get("num_experts"):
+        values["shared_expert_intermediate_size"] = _integer(raw, "shared_expert_intermediate_size", 512)
+        check_range("shared_expert_intermediate_size", values["shared_expert_intermediate_size"], 1 << 31)
     return values
 
 
@@ -139,6 +163,10 @@ def _layer_types(raw: Mapping[str, Any], model_type: str, layers: int, window: i
         if not isinstance(given, list | tuple) or not all(isinstance(kind, str) for kind in given):
             raise ConfigError(f"layer_types is {short(repr(given))}; it must be a list of names, one for each layer")
         return tuple(given)
+    if model_type == "qwen3_next":
+        every = _integer(raw, "full_attention_interval", 4)
+        check_range("full_attention_interval", every, layers)
+        return tuple("linear_attention" if (i + 1) % every else "full_attention" for i in range(layers))
     if window is None:
         return ("full_attention",) * layers
     if model_type == "qwen2" or model_type == "qwen3":

@@ -56,17 +56,18 @@ class Engine:
             config, max_model_len=min(config.max_model_len, context), sliding_window=only,
             attention_sinks=model.config.attention_sinks,
         )  # fmt: skip
+        config = _with_states(config) if model.config.linear_layers else replace(config, num_state_slots=None)
         self.model, self.tokenizer, self.config = model, tokenizer, config
         try:
             self.runner = ModelRunner(
                 model, config.num_blocks, config.block_size, config.num_host_blocks, batch_invariant, kv_cache_dtype,
-                config.max_num_batched_tokens,
+                config.max_num_batched_tokens, config.num_state_slots or 0,
             )  # fmt: skip
             self.scheduler = Scheduler(config, events)
         except (MemoryError, RuntimeError):
             raise EngineError(
                 f"{config.num_blocks} blocks of {config.block_size} tokens and {config.num_host_blocks} in host memory "
-                "do not fit into memory; lower num_blocks, num_host_blocks or kv_cache_bytes"
+                f"{_and_states(config)}do not fit into memory; lower num_blocks, num_host_blocks or kv_cache_bytes"
             ) from None
         self.events = self.scheduler.events
         self.pace = self.runner.pace
@@ -291,3 +292,14 @@ class Engine:
         """The scheduler made this sequence out of the request's first."""
         group = self._groups[request.request_id]
         return group, self._follow(group, request)
+
+
+def _with_states(config: SchedulerConfig) -> SchedulerConfig:
+    """For a model with linear layers: a state for each sequence that runs, and no prefix cache, since a hit would need
+    the state that the prefix left, which no block holds."""
+    slots = min(config.num_state_slots or config.max_num_seqs, config.max_num_seqs)
+    return replace(config, prefix_cache="off", num_state_slots=slots)
+
+
+def _and_states(config: SchedulerConfig) -> str:
+    return f"and {config.num_state_slots} states " if config.num_state_slots else ""

@@ -21,14 +21,18 @@ from torch import Tensor
 
 from .attention import last_seen, sdpa_attention
 from .config import ModelConfig
+from .delta_rule import causal_conv, gated_delta_rule
+from .delta_state import DeltaStates
 from .errors import RequestError
 
 
-def keys_and_values(config: ModelConfig, storage: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Of each layer of storage (layers, sides, …, width); the values of MLA are the first entries of its keys."""
+def keys_and_values(config: ModelConfig, storage: Tensor) -> dict[int, tuple[Tensor, Tensor]]:
+    """Of each layer that has them, by its number, out of storage (layers, sides, …, width); the values of MLA are the
+    first entries of its keys."""
+    layers = zip(config.kv_layers, storage, strict=True)
     if config.is_mla:
-        return [(layer[0], layer[0, ..., : config.kv_lora_rank]) for layer in storage]
-    return [(layer[0], layer[1]) for layer in storage]
+        return {i: (layer[0], layer[0, ..., : config.kv_lora_rank]) for i, layer in layers}
+    return {i: (layer[0], layer[1]) for i, layer in layers}
 
 
 class NoCache:
@@ -44,6 +48,12 @@ class NoCache:
         v = k[..., : self.config.kv_lora_rank] if v is None else v
         return self.attention(q, k, v, self.config.window(layer), scale, self.config.sinks(layer))
 
+    def convolve(self, layer: int, x: Tensor, weight: Tensor) -> Tensor:
+        return causal_conv(x, weight, x.new_zeros(weight.shape[1] - 1, x.shape[1], dtype=torch.float32))[0]
+
+    def delta_rule(self, layer: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+        return gated_delta_rule(q, k, v, g, beta)[0]
+
     def advance(self, count: int) -> None:
         """Nothing was kept, so nothing moves."""
 
@@ -51,13 +61,26 @@ class NoCache:
         """Nothing to forget."""
 
 
-class ContiguousCache:
+class StateOfOne:
+    """What a cache of one sequence does for linear layers; `states` has one slot."""
+
+    def convolve(self, layer: int, x: Tensor, weight: Tensor) -> Tensor:
+        """x (T, channels), weight (channels, K) -> (T, channels): a linear layer's short convolution."""
+        return self.states.convolve(layer, 0, x, weight)
+
+    def delta_rule(self, layer: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+        """q, k (T, Hk, Dk), v (T, Hv, Dv), g and beta (T, Hv) of the next T tokens -> (T, Hv, Dv)."""
+        return self.states.apply(layer, 0, q, k, v, g, beta)
+
+
+class ContiguousCache(StateOfOne):
     """One tensor for all layers, reserved for `max_tokens` from the start.
 
     storage (layers, 2, max_tokens, Hkv, D): a token's keys in row `length`, so appending is one copy and nothing
     ever moves. Bytes = 2 · L · max_tokens · Hkv · D · bytes per element, used or not: the waste of reserving is the
     subject of chapter 09. For MLA storage is (layers, 1, max_tokens, 1, C + P). Raises RequestError when a sequence
     outgrows it.
+    L counts the layers that keep keys and values. A linear layer keeps a state instead, of one size at every length.
     """
 
     def __init__(
@@ -67,18 +90,17 @@ class ContiguousCache:
             raise RequestError(f"max_tokens is {max_tokens!r}; a cache must hold at least one token, a whole number")
         self.config, self.attention, self.max_tokens, self.length = config, attention, max_tokens, 0
         sides, heads, width = config.kv_shape
-        self.storage = torch.zeros(
-            (config.num_hidden_layers, sides, max_tokens, heads, width), dtype=dtype, device=device
-        )
+        self.storage = torch.zeros((len(config.kv_layers), sides, max_tokens, heads, width), dtype=dtype, device=device)
         self._layers = keys_and_values(config, self.storage)  # views: indexing costs as much as a small op
+        self.states = DeltaStates(config, 1, device)  # empty where no layer is linear
 
     @property
     def allocated_bytes(self) -> int:
-        return self.storage.nbytes
+        return self.storage.nbytes + self.states.nbytes
 
     @property
     def used_bytes(self) -> int:
-        return self.storage.nbytes // self.max_tokens * self.length
+        return self.storage.nbytes // self.max_tokens * self.length + self.states.nbytes
 
     @property
     def fresh(self) -> bool:
@@ -106,16 +128,23 @@ class ContiguousCache:
         self.length += count
 
     def truncate(self, length: int) -> None:
-        """Forgets the tokens from `length` on; their rows are overwritten by the next ones."""
+        """Forgets the tokens from `length` on; their rows are overwritten by the next ones.
+
+        A state cannot go back, except to the beginning. Raises RequestError.
+        """
         if not 0 <= length <= self.length:
             raise RequestError(f"cannot truncate to {length} tokens: the cache holds {self.length}")
+        if self.config.linear_layers and length not in (0, self.length):
+            raise RequestError(f"cannot truncate to {length} tokens: linear layers keep one state; reset and recompute")
+        if length == 0:
+            self.states.clear([0])
         self.length = length
 
     def reset(self) -> None:
-        self.length = 0
+        self.truncate(0)
 
 
-class WindowCache:
+class WindowCache(StateOfOne):
     """As ContiguousCache, but a sliding layer holds only what a later query may see: its first `sinks` tokens and the
     last `window`. Its bytes stop growing there; nothing can be taken back.
 
@@ -127,17 +156,20 @@ class WindowCache:
         self.config, self.max_tokens, self.length = config, max_tokens, 0
         sides, heads, width = config.kv_shape
         most = [config.visible(layer) or max_tokens for layer in range(config.num_hidden_layers)]
-        self.layers = [
-            torch.zeros((sides, min(max_tokens, rows), heads, width), dtype=dtype, device=device) for rows in most
-        ]
+        self.layers = {
+            i: torch.zeros((sides, min(max_tokens, most[i]), heads, width), dtype=dtype, device=device)
+            for i in config.kv_layers
+        }
+        self.states = DeltaStates(config, 1, device)
 
     @property
     def allocated_bytes(self) -> int:
-        return sum(layer.nbytes for layer in self.layers)
+        return sum(layer.nbytes for layer in self.layers.values()) + self.states.nbytes
 
     @property
     def used_bytes(self) -> int:
-        return sum(layer[:, : self.length].nbytes for layer in self.layers)
+        held = sum(layer[:, : self.length].nbytes for layer in self.layers.values())
+        return held + self.states.nbytes
 
     @property
     def fresh(self) -> bool:
@@ -165,4 +197,5 @@ class WindowCache:
         self.length += count
 
     def reset(self) -> None:
+        self.states.clear([0])
         self.length = 0

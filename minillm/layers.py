@@ -75,7 +75,7 @@ class Rotary(nn.Module):
 
     def __init__(self, config: ModelConfig, dim: int | None = None) -> None:
         super().__init__()
-        frequencies, self.magnitude = rotary_frequencies(config, dim or config.head_dim)
+        frequencies, self.magnitude = rotary_frequencies(config, dim or config.rotary_dim)
         self.register_buffer("frequencies", frequencies, persistent=False)
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -89,6 +89,8 @@ class Rotary(nn.Module):
 def apply_rotary(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
     """Turns each head of x (T, H, D) by its token's angle. One roll brings each pair's partner alongside."""
     cos, sin = rotation
+    if (turned := cos.shape[-1]) < x.shape[-1]:  # partial: the rest of a head passes, and can tell tokens far apart
+        return torch.cat([apply_rotary(x[..., :turned], rotation), x[..., turned:]], dim=-1)
     partner = x.roll(x.shape[-1] // 2, dims=-1)
     return torch.addcmul(x * cos, partner, sin).to(x.dtype)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from . import checkpoint
+from .delta_state import DeltaStates
 from .engine import Engine, Prompt
 from .errors import EngineError, RequestError
 from .outputs import RequestOutput
@@ -38,8 +39,8 @@ class LLM:
 
     model is a loaded Transformer (then tokenizer is needed), a path or hub name, or None for the default model.
     Memory for the cache is `num_blocks` blocks, or as many as `kv_cache_bytes` hold, and no more than `max_num_seqs`
-    sequences of `max_model_len` can use. `backend` is "triton", "torch" or "auto", and None a loaded model's own.
-    Further keywords are those of SchedulerConfig.
+    sequences of `max_model_len` can use; of a model with linear layers up to half of it is states. `backend` is
+    "triton", "torch" or "auto", and None a loaded model's own. Further keywords are those of SchedulerConfig.
     """
 
     def __init__(
@@ -185,5 +186,9 @@ def scheduler_config(
     context = model.config.max_position_embeddings
     size = PagedCache.bytes_of_block(model.config, config.block_size, cache_dtype(model, kv_cache_dtype))
     longest = min(config.max_model_len, context)
-    useful = config.max_num_seqs * -(-longest // config.block_size)
+    if state := DeltaStates.bytes_of_slot(model.config):  # half at most for states; what they leave is for blocks
+        slots = config.num_state_slots or max(1, min(config.max_num_seqs, kv_cache_bytes // (2 * state) - 1))
+        config = replace(config, num_state_slots=slots)
+        kv_cache_bytes = max(0, kv_cache_bytes - (1 + slots) * state)
+    useful = config.max_running * -(-longest // config.block_size)
     return replace(config, num_blocks=1 + max(1, min(useful, kv_cache_bytes // size)))

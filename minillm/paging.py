@@ -24,9 +24,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .attention import as_wide_as_keys, sdpa_attention
-from .block_pool import NULL
+from .block_pool import NULL, BlockError
 from .config import ModelConfig
+from .delta_state import DeltaStates
 from .kv_cache import keys_and_values
+from .paged_states import StateStep
 
 GROUP_BYTES = 3 << 20  # of keys and values gathered at once for decode, so that they stay in a CPU's own cache
 GPU_GROUP_BYTES = 256 << 20  # each group costs a GPU several launches, in whose time it reads tens of MB
@@ -39,6 +41,7 @@ class SequenceStep(NamedTuple):
     count: int
     start: int
     blocks: Sequence[int]
+    state_slot: int = 0
 
     @property
     def context(self) -> int:
@@ -51,7 +54,8 @@ class StepMetadata:
 
     query_starts (B + 1,) int32     first packed row of each sequence
     context_lengths (B,) int32
-    block_tables (B, widest) int32  padded with the null block; these three are made when a kernel asks for them
+    state_slots (B,) int32          of models with linear layers
+    block_tables (B, widest) int32  padded with the null block; these four are made when a kernel asks for them
     slot_mapping (T,) int64         where each token's key and value go, -1 for padding rows
     """
 
@@ -62,7 +66,7 @@ class StepMetadata:
         last = self.sequences[-1]
         self.rows = last.first + last.count if rows is None else rows
         slots = [-1] * self.rows
-        for first, count, start, blocks in self.sequences:
+        for first, count, start, blocks, _ in self.sequences:
             if count == 1:
                 slots[first] = blocks[start // block_size] * block_size + start % block_size
                 continue
@@ -85,6 +89,10 @@ class StepMetadata:
         return torch.tensor([s.context for s in self.sequences], dtype=torch.int32, device=self.device)
 
     @cached_property
+    def state_slots(self) -> Tensor:
+        return torch.tensor([s.state_slot for s in self.sequences], dtype=torch.int32, device=self.device)
+
+    @cached_property
     def block_tables(self) -> Tensor:
         return padded_tables([s.blocks for s in self.sequences], self.device)
 
@@ -99,7 +107,9 @@ def padded_tables(tables: Sequence[Sequence[int]], device="cpu") -> Tensor:
 class PagedCache:
     """Storage for `num_blocks` blocks of all layers; the block pool decides what is where.
 
-    Bytes = 2 · L · num_blocks · block_size · Hkv · D · bytes per element; for MLA, L · … · (C + P) · ….
+    Bytes = 2 · L · num_blocks · block_size · Hkv · D · bytes per element; for MLA, L · … · (C + P) · …. L counts the
+    layers that keep keys and values. Those that keep a state have one for each of `state_slots` sequences, and slot 0
+    for padding (delta_state.py).
     """
 
     def __init__(
@@ -110,26 +120,28 @@ class PagedCache:
         dtype=torch.float32,
         device="cpu",
         step_class: type[PagedStep] | None = None,
+        state_slots: int = 0,
     ) -> None:
         self.config, self.num_blocks, self.block_size = config, num_blocks, block_size
         self.step_class = step_class or PagedStep
         sides, heads, width = config.kv_shape
-        shape = (config.num_hidden_layers, sides, num_blocks, block_size, heads, width)
+        shape = (len(config.kv_layers), sides, num_blocks, block_size, heads, width)
         self.storage = torch.empty(shape, dtype=dtype, device=device)  # pages of memory are touched when written
         self.storage[:, :, NULL] = 0
         self.layers = keys_and_values(config, self.storage)  # (blocks, block_size, Hkv, D) each
         self.one_row = config.is_mla
         self.sight = [(config.window(layer), config.sinks(layer)) for layer in range(config.num_hidden_layers)]
         self.slots = keys_and_values(config, self.storage.view(*shape[:2], -1, heads, width))
+        self.states = DeltaStates(config, 1 + state_slots, device) if config.linear_layers else None
 
     @staticmethod
     def bytes_of_block(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
         """All layers, keys and values: what one more block costs."""
-        return config.num_hidden_layers * block_size * math.prod(config.kv_shape) * dtype.itemsize
+        return len(config.kv_layers) * block_size * math.prod(config.kv_shape) * dtype.itemsize
 
     @property
     def allocated_bytes(self) -> int:
-        return self.storage.nbytes
+        return self.storage.nbytes + (0 if self.states is None else self.states.nbytes)
 
     @property
     def block_bytes(self) -> int:
@@ -139,7 +151,17 @@ class PagedCache:
         """The cache as one step sees it. `exact` attends each token by itself: bits that depend on it alone."""
         if metadata.begun:
             self.storage[:, :, metadata.begun] = 0
+        if self.states is not None:
+            self._begin_states(metadata)
         return (ExactStep if exact else self.step_class)(self, metadata)
+
+    def _begin_states(self, metadata: StepMetadata) -> None:
+        """A sequence that begins begins from zero, whatever the slot's last owner left."""
+        slots = [s.state_slot for s in metadata.sequences]
+        if 0 in slots or len(set(slots)) < len(slots):
+            raise BlockError(f"the step's sequences have state slots {slots}; each needs one of its own, above 0")
+        if fresh := [s.state_slot for s in metadata.sequences if s.start == 0]:
+            self.states.clear(fresh)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Whole blocks, all layers. Every source is read before any target is written."""
@@ -170,7 +192,7 @@ def _rows(rows: list[int], device) -> slice | Tensor:
     return slice(first, last + 1) if rows == list(range(first, last + 1)) else torch.tensor(rows, device=device)
 
 
-class PagedStep:
+class PagedStep(StateStep):
     """One step's view of the cache. The model calls `attend` for each layer, and `advance` at the end."""
 
     def __init__(self, cache: PagedCache, metadata: StepMetadata) -> None:
@@ -262,7 +284,7 @@ class PagedStep:
         groups, members = [], []
         size = self.cache.block_size
         limit = GROUP_BYTES if self.cache.storage.device.type == "cpu" else GPU_GROUP_BYTES
-        most = limit * self.cache.config.num_hidden_layers // self.cache.block_bytes  # blocks of one layer
+        most = limit * len(self.cache.layers) // self.cache.block_bytes  # blocks of one layer
         for s in self._decodes:  # ascending, so the last is the longest
             if members and (len(members) + 1) * -(-s.context // size) > most:
                 groups.append(self._group(members, window, sinks))
@@ -298,6 +320,8 @@ class ExactStep(PagedStep):
 
     Never `fresh`: whether a step finds anything cached depends on chunks and hits, so MLA is absorbed in every step.
     """
+
+    one_by_one = True
 
     def __init__(self, cache: PagedCache, metadata: StepMetadata) -> None:
         super().__init__(cache, metadata)

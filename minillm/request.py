@@ -26,6 +26,7 @@ class Request:
     width           sequences it stands for: n until its prompt is computed and it forks, then 1
     block_ids       block table; entry i holds tokens i · block_size onwards
     host_blocks     the same in host memory while swapped out, else None
+    state_slot      where its state of constant size is while it runs, and host_slot while swapped out; 0 for none
     label           its name in the event log: the request's id, with /1, /2 and so on for further sequences of it
     order           what the queues are sorted by: the lowest runs first and is preempted last
 
@@ -33,10 +34,11 @@ class Request:
     """
 
     __slots__ = (
-        "block_ids", "finish_reason", "host_blocks", "label", "num_cached", "num_computed",
+        "block_ids", "finish_reason", "host_blocks", "host_slot", "label", "num_cached", "num_computed",
         "num_preemptions",
         "num_prompt", "num_published", "num_tokens", "order", "output_token_ids", "params", "prefix", "priority",
-        "prompt_token_ids", "request_id", "sequence", "status", "width",
+        "prompt_token_ids", "request_id", "sequence", "state_slot", "status",
+        "width",
     )  # fmt: skip
 
     def __init__(
@@ -61,6 +63,7 @@ class Request:
         self.finish_reason: str | None = None
         self.block_ids: list[int] = []
         self.host_blocks: list[int] | None = None
+        self.state_slot = self.host_slot = 0
         self.order = (0, 0, 0)
 
     def tokens(self, start: int, end: int) -> list[int]:

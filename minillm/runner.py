@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .backend import step_class
+from .delta_state import move_states
 from .errors import EngineError
 from .pace import Pace
 from .paging import PagedCache, SequenceStep, StepMetadata, move_blocks
@@ -48,11 +49,15 @@ class ModelRunner:
         batch_invariant: bool = False,
         kv_cache_dtype: str = "auto",
         budget: int = 512,
+        num_state_slots: int = 0,
     ) -> None:
         self.model, self.block_size, self.batch_invariant = model, block_size, batch_invariant
         dtype = cache_dtype(model, kv_cache_dtype)
-        self.cache = PagedCache(model.config, num_blocks, block_size, dtype, model.device, step_class(model))
-        self.host = PagedCache(model.config, num_host_blocks, block_size, dtype) if num_host_blocks else None
+        steps = step_class(model)
+        self.cache = PagedCache(model.config, num_blocks, block_size, dtype, model.device, steps, num_state_slots)
+        self.host = None
+        if num_host_blocks:
+            self.host = PagedCache(model.config, num_host_blocks, block_size, dtype, state_slots=num_state_slots)
         self.pace = Pace(block_size, budget)
         if self.host is not None:
             self._time_a_copy()
@@ -74,6 +79,8 @@ class ModelRunner:
     @torch.inference_mode()
     def run(self, output: SchedulerOutput) -> Tensor | None:
         """Logits (rows, V) float32, a row for each part that samples, in their order; None if none does."""
+        if self.cache.states is not None:
+            self._move_states(output)
         if output.swap_out:
             move_blocks(self.cache, self.host, output.swap_out)
         self.cache.copy_blocks(output.copies)
@@ -86,13 +93,20 @@ class ModelRunner:
         self._synchronize()  # whoever times a step means the step, not the time to launch it
         return logits
 
+    def _move_states(self, output: SchedulerOutput) -> None:
+        copies, states = output.states, self.cache.states
+        move_states(states, states, copies.forks)
+        if self.host is not None:
+            move_states(states, self.host.states, copies.swap_out)
+            move_states(self.host.states, states, copies.swap_in)
+
     def _packed(self, parts: Sequence[Scheduled]) -> Tensor | None:
         """All tokens of the step laid end to end, once through the model."""
         tokens, positions, sequences, last = [], [], [], {}
         # single tokens first, by context: what attention takes together then lies together
         for part in sorted(parts, key=lambda part: (part.count > 1, part.start)):
             request, start, count, samples, _ = part
-            sequences.append(SequenceStep(len(tokens), count, start, request.block_ids))
+            sequences.append(SequenceStep(len(tokens), count, start, request.block_ids, request.state_slot))
             tokens += request.tokens(start, start + count)
             positions += range(start, start + count)
             if samples:
@@ -123,6 +137,6 @@ class ModelRunner:
         tokens, positions = [0] * TILE, [0] * TILE
         tokens[row : row + count] = request.tokens(start, start + count)
         positions[row : row + count] = range(start, start + count)
-        sequence = SequenceStep(row, count, start, request.block_ids)
+        sequence = SequenceStep(row, count, start, request.block_ids, request.state_slot)
         metadata = StepMetadata([sequence], self.block_size, TILE, self.model.device)
         return self._forward(tokens, positions, metadata, exact=True)

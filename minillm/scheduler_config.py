@@ -26,8 +26,9 @@ _RANGES = {  # name -> (kind, least, most)
     "ttft_slo_s": (Real, _ABOVE_0, math.inf),
     "sliding_window": (Integral, 1, MOST),
     "attention_sinks": (Integral, 0, MOST),
+    "num_state_slots": (Integral, 1, MOST),
 }
-_OPTIONAL = ("max_waiting", "ttft_slo_s", "sliding_window")
+_OPTIONAL = ("max_waiting", "ttft_slo_s", "sliding_window", "num_state_slots")
 _CHOICES = {
     "policy": ("fcfs", "priority"),
     "preemption": ("recompute", "swap"),
@@ -48,6 +49,9 @@ class SchedulerConfig:
     num_blocks counts the null block; num_host_blocks are in host memory, 0 for none: for requests swapped out, and for
     cached prefixes that the device gave up, which come back by `host_reuse`: "measured" (if copying is predicted to be
     faster than computing), "always", or "never".
+    num_state_slots: of a model with linear layers, the sequences that can have a state at once; None is max_num_seqs.
+    Such a model runs without prefix cache: what a prefix left in the state is not kept, so a hit would have no state to
+    go on from, and the engine sets prefix_cache to "off".
     ttft_slo_s: refuse a request whose time to first token is predicted to be longer than this (pace.py).
     """
 
@@ -71,6 +75,7 @@ class SchedulerConfig:
     ttft_slo_s: float | None = None
     sliding_window: int | None = None  # of a model all of whose layers slide: blocks that fell out are released
     attention_sinks: int = 0  # first tokens that such a model sees all the same, whose blocks stay
+    num_state_slots: int | None = None
 
     def __post_init__(self) -> None:
         for name, (kind, least, most) in _RANGES.items():
@@ -88,6 +93,11 @@ class SchedulerConfig:
             )
         if self.preemption == "swap" and self.num_host_blocks < 2:
             raise EngineError("preemption by swap needs host memory; set num_host_blocks, or preemption to 'recompute'")
+
+    @property
+    def max_running(self) -> int:
+        """Sequences that can run at once."""
+        return min(self.max_num_seqs, self.num_state_slots or self.max_num_seqs)
 
     def _check(self, name: str, kind: type, least: float, most: float) -> None:
         value = getattr(self, name)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from .block_pool import BlockError
 from .request import Request
+from .state_slots import StateCopies
 
 
 class Scheduled(NamedTuple):
@@ -30,6 +31,7 @@ class SchedulerOutput:
     swap_out: list[tuple[int, int]] = field(default_factory=list)  # (block, host block)
     swap_in: list[tuple[int, int]] = field(default_factory=list)  # (host block, block)
     preempted: list[Request] = field(default_factory=list)
+    states: StateCopies = field(default_factory=StateCopies)  # forks before any swap
 
     @property
     def num_tokens(self) -> int:

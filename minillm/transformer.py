@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .attention import Attention
-from .config import DENSE, LATENT, ModelConfig
+from .config import DENSE, HYBRID, LATENT, ModelConfig
 from .errors import CheckpointError, ConfigError, short
+from .hybrid import hybrid_attention
 from .layers import RMSNorm, Rotary, SwiGLU, region
 from .mla import latent_attention
 from .packing import Weight, as_float, linear_maker
@@ -111,10 +112,13 @@ def from_tensors(config: ModelConfig, tensors: Mapping[str, Weight], make_linear
     in float32. Raises CheckpointError for a missing, surplus or
     misshapen tensor, ConfigError for an architecture that minillm sizes but does not run.
     """
-    if config.model_type not in DENSE | LATENT or any(map(config.is_expert_layer, range(config.num_hidden_layers))):
+    runs = DENSE | LATENT | HYBRID
+    if config.model_type not in runs:
         raise ConfigError(
-            f"model_type {config.model_type!r} can be sized but not run yet; minillm runs {', '.join(sorted(DENSE))}"
+            f"model_type {config.model_type!r} can be sized but not run yet; minillm runs {', '.join(sorted(runs))}"
         )
+    if expert := [i for i in range(config.num_hidden_layers) if config.is_expert_layer(i)]:
+        raise ConfigError(f"layer {expert[0]} holds experts, which can be sized but not run yet")
     make_linear = make_linear or linear_maker("float32", int4_codes=False)[0]
     taken = _Taken(tensors, config)
     embedding = as_float(taken("model.embed_tokens.weight", (config.vocab_size, config.hidden_size)))
@@ -131,7 +135,8 @@ def from_tensors(config: ModelConfig, tensors: Mapping[str, Weight], make_linear
 
 
 def _norm(config: ModelConfig, taken: _Taken, name: str, size: int) -> RMSNorm:
-    return RMSNorm(taken(f"{name}.weight", (size,)), config.rms_norm_eps)
+    weight = taken(f"{name}.weight", (size,))
+    return RMSNorm(weight + 1 if config.is_hybrid else weight, config.rms_norm_eps)  # Qwen3-Next stores w - 1
 
 
 def _block(config: ModelConfig, layer: int, taken: _Taken, make_linear) -> Block:
@@ -146,7 +151,11 @@ def _block(config: ModelConfig, layer: int, taken: _Taken, make_linear) -> Block
     def norm(name: str, size: int) -> RMSNorm:
         return _norm(c, taken, prefix + name, size)
 
-    def grouped_attention() -> Attention:
+    def attention() -> nn.Module:
+        if c.is_mla:
+            return latent_attention(c, layer, taken, make_linear)
+        if c.is_hybrid:
+            return hybrid_attention(c, layer, lambda name, *shape: taken(prefix + name, shape), norm, make_linear)
         queries, keys = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
         qkv = {"self_attn.q_proj": queries, "self_attn.k_proj": keys, "self_attn.v_proj": keys}
         return Attention(
@@ -159,13 +168,12 @@ def _block(config: ModelConfig, layer: int, taken: _Taken, make_linear) -> Block
         )
 
     gate_up = {"mlp.gate_proj": c.intermediate_size, "mlp.up_proj": c.intermediate_size}
-    attention = latent_attention(c, layer, taken, make_linear) if c.is_mla else grouped_attention()
     mlp = SwiGLU(
         linear(gate_up, c.hidden_size, c.mlp_bias),
         linear({"mlp.down_proj": c.hidden_size}, c.intermediate_size, c.mlp_bias),
     )
     return Block(
-        norm("input_layernorm", c.hidden_size), attention, norm("post_attention_layernorm", c.hidden_size), mlp
+        norm("input_layernorm", c.hidden_size), attention(), norm("post_attention_layernorm", c.hidden_size), mlp
     )
 
 

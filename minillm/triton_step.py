@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kernels import delta_rule
 from kernels.flash_attention import HEADS, flash_attention
 from kernels.kv_write import kv_write
 from kernels.mla_decode import mla_decode
@@ -41,6 +42,16 @@ class TritonStep(PagedStep):
             starts = step.query_starts
             out = paged_attention(q16, keys, values, starts, tables, lengths, window=window, backend="triton")
         return out.to(q.dtype)
+
+    def delta_rule(self, layer: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+        """All sequences in one launch, each from the state in its slot to the next one."""
+        if q.shape[2] > delta_rule.MAX_HEAD:
+            return super().delta_rule(layer, q, k, v, g, beta)
+        step, states = self.metadata, self.cache.states.layers[layer][1]
+        out, _ = delta_rule.gated_delta_rule(
+            q, k, v, g, beta, states, step.query_starts, step.state_slots, backend="triton"
+        )
+        return out
 
     @property
     def _one_each(self) -> bool:

@@ -14,11 +14,13 @@ class ShadowRunner:
 
     def __init__(self, scheduler, token=None) -> None:
         self.scheduler, self.slots, self.host = scheduler, {}, {}
+        self.states, self.host_states = {}, {}  # what a state slot holds: the tokens that went into it
         self.token = token or (lambda r: (len(r.output_token_ids) * 7 + r.sequence * 3 + r.num_prompt) % 50 + 200)
         self.ended: list[tuple[str, int, str]] = []
 
     def compute(self, output) -> None:
         size = self.scheduler.config.block_size
+        self._move_states(output.states)
         for block, host in output.swap_out:
             self._copy(self.slots, block, self.host, host)
         kept = dict(self.slots)
@@ -31,11 +33,30 @@ class ShadowRunner:
             assert r.status is RequestStatus.RUNNING
             assert part.count >= 1
             tokens = r.token_ids
+            self._advance_state(part, tokens)
             for t in range(part.start, part.start + part.count):
                 assert r.block_ids[t // size] != NULL
                 self.slots[r.block_ids[t // size], t % size] = self._value(r, tokens, t)
         for part in output.scheduled:  # all have written: a block written by two would show here
             self._read(part)
+
+    def _move_states(self, copies) -> None:
+        kept = dict(self.states)
+        for source, target in copies.forks:
+            self.states[target] = kept.get(source)
+        for slot, host in copies.swap_out:
+            self.host_states[host] = self.states.get(slot)
+        for host, slot in copies.swap_in:
+            self.states[slot] = self.host_states.get(host)
+
+    def _advance_state(self, part, tokens) -> None:
+        if self.scheduler.config.num_state_slots is None:
+            return
+        slot, end = part.request.state_slot, part.start + part.count
+        assert slot > 0, f"{part.request} runs without a state"
+        if part.start:  # a sequence that begins begins from zero, whatever is there
+            assert self.states.get(slot) == tokens[: part.start], f"{part.request} would go on from another's state"
+        self.states[slot] = tokens[:end]
 
     def _copy(self, source, a, target, b) -> None:
         for slot in range(self.scheduler.config.block_size):

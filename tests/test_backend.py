@@ -20,6 +20,7 @@ from minillm import backend, checkpoint
 from minillm.batching import SchedulerConfig
 from minillm.cli import main
 from minillm.config import ModelConfig
+from minillm.delta_state import DeltaStates
 from minillm.engine import Engine
 from minillm.errors import EngineError
 from minillm.generate import generate, next_logits
@@ -90,9 +91,13 @@ def test_triton_on_the_cpu_is_refused_before_anything_is_loaded(monkeypatch, tmp
 # --- the model ---
 
 
-@pytest.fixture(scope="module", params=["qwen3", "mistral-window", "qwen2-window", "deepseek", "mistral-sinks"])
+FAMILIES = ["qwen3", "mistral-window", "qwen2-window", "deepseek", "mistral-sinks", "qwen3-next-bias"]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
 def pair(request, tmp_path_factory):
-    """(the torch model, tokenizer): no window, all layers with one, some; a latent; a window and the first tokens."""
+    """(the torch model, tokenizer): no window, all layers with one, some; a latent; a window and the first tokens; a
+    state in every second layer."""
     return _tiny(request.param, tmp_path_factory)
 
 
@@ -225,13 +230,26 @@ def test_any_schedule_gives_the_answers_and_logits_of_torch(pair, schedule):
 
 
 @needs_triton
+def test_with_triton_states_go_on_through_the_kernel(tmp_path_factory, monkeypatch):
+    def forbidden(*args, **kwargs):
+        raise AssertionError("torch's own delta rule was called")
+
+    pair = _tiny("qwen3-next-bias", tmp_path_factory)
+    want = expected(pair, PROMPTS[0], GREEDY)
+    for name in ("apply", "apply_each"):
+        monkeypatch.setattr(DeltaStates, name, forbidden)
+    texts, *_ = _served(pair, "triton", PROMPTS[:1])
+    assert texts == [want]
+
+
+@needs_triton
 def test_a_prefix_hit_answers_as_a_miss(pair):
     engine = _engine(pair, "triton")
     outputs = []
     for name in ("first", "second"):
         engine.add_request(name, PROMPTS[0], GREEDY)
         outputs.append(run(engine)[name])
-    assert [o.num_cached_tokens for o in outputs] == [0, 8]
+    assert [o.num_cached_tokens for o in outputs] == [0, 0 if pair[0].config.linear_layers else 8]
     assert answers(outputs[0]) == answers(outputs[1]) == expected(pair, PROMPTS[0], GREEDY)
 
 

@@ -25,6 +25,12 @@ def pair(tmp_path_factory):
     return make_tiny("llama", tmp_path_factory)
 
 
+@pytest.fixture(scope="module", params=["llama", "qwen3-next"])
+def either(request, tmp_path_factory):
+    """Keys and values alone, and a state beside them."""
+    return make_tiny(request.param, tmp_path_factory)
+
+
 def interrupt(engine, monkeypatch, where: str, after: int, error=KeyboardInterrupt) -> None:
     """Raises once, in the n-th call of one of the step's parts, before or after its work."""
     part, when = where.split()
@@ -47,10 +53,10 @@ PLACES = ["run before", "run after", "update after", "_sample before", "_append 
 @pytest.mark.parametrize("where", PLACES)
 @pytest.mark.parametrize("after", [1, 2, 4, 7])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
-def test_a_step_that_ends_half_way(pair, monkeypatch, where, after, error):
+def test_a_step_that_ends_half_way(either, monkeypatch, where, after, error):
     """Small pool, host tier, swapping, forks. Its requests end with an error; all others are right, and later ones."""
     engine = make_engine(
-        pair, num_blocks=18, watermark=0, num_host_blocks=30, host_reuse="always", preemption="swap",
+        either, num_blocks=18, watermark=0, num_host_blocks=30, host_reuse="always", preemption="swap",
         max_num_batched_tokens=16,
     )  # fmt: skip
     wanted = {"a": (A, PARAMS), "b": (B, FORKED), "c": (C, PARAMS)}
@@ -74,10 +80,10 @@ def test_a_step_that_ends_half_way(pair, monkeypatch, where, after, error):
     assert broken
     for name, o in done.items():
         if name not in broken:
-            assert answers(o) == expected(pair, *wanted[name])
+            assert answers(o) == expected(either, *wanted[name])
     for name, (prompt, params) in wanted.items():  # with whatever the caches now hold
         engine.add_request(name, prompt, params)
-        assert answers(run(engine)[name]) == expected(pair, prompt, params)
+        assert answers(run(engine)[name]) == expected(either, prompt, params)
 
 
 def test_interrupted_while_planning_the_engine_says_so(pair, monkeypatch):
@@ -196,7 +202,8 @@ def test_a_thread_that_dies_tells_its_readers(pair, monkeypatch, error):
     ("name", "value"),
     [
         *((name, value) for name in ("num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens",
-                                     "max_model_len", "priority_places", "max_waiting", "sliding_window")
+                                     "max_model_len", "priority_places", "max_waiting", "sliding_window",
+                                     "num_state_slots")
           for value in (0, -1, 1.5, float("nan"), "7", True, 1 << 31)),
         *((name, value) for name in ("num_host_blocks", "long_prefill_token_threshold", "attention_sinks")
           for value in (-1, 1.5, float("nan"), "7", True, 1 << 31)),

@@ -58,6 +58,7 @@ configs = st.fixed_dictionaries(
         "watermark": st.sampled_from([0.0, 0.1]),
         "sliding_window": st.sampled_from([None, None, 1, 5]),
         "attention_sinks": st.sampled_from([0, 0, 1, 6]),
+        "num_state_slots": st.sampled_from([None, None, 3, 8]),
     }
 )
 
@@ -73,6 +74,8 @@ def test_any_schedule_keeps_every_promise(drawn, options, mid_step):
         requests.append(Request(str(i), prompt, params, job["priority"], job["salt"]))
     longest = max(r.num_prompt + r.params.max_tokens for r in requests)
     options = dict(options)
+    if options["num_state_slots"] is not None:
+        options["prefix_cache"] = "off"
     options["num_blocks"] = 1 + -(-longest // options["block_size"]) + options.pop("spare")
     scheduler = Scheduler(SchedulerConfig(**options))
     runner = ShadowRunner(scheduler)
@@ -104,6 +107,7 @@ def test_any_schedule_keeps_every_promise(drawn, options, mid_step):
     assert {i for i, _, _ in runner.ended} == {str(i) for i in range(len(drawn))}
     assert scheduler.pool.available == scheduler.pool.total
     assert scheduler.host.pool.available == scheduler.host.pool.total
+    scheduler.states.check([], [])
     for e in scheduler.events.of("preempted", "evicted", "copied", "offloaded", "reloaded"):
         event(e.kind + " " + e.data.get("how", ""))
 

@@ -26,6 +26,11 @@ LATENT = {"kv_lora_rank": 32, "qk_nope_head_dim": 12, "qk_rope_head_dim": 16, "v
           "num_key_value_heads": 6, "first_k_dense_replace": 3}  # fmt: skip
 LATENT_YARN = {**YARN, "factor": 40.0, "mscale": 1.0, "mscale_all_dim": 1.0, "original_max_position_embeddings": 64}
 
+LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 12, "linear_value_head_dim": 8,
+          "linear_conv_kernel_dim": 4, "num_hidden_layers": 4, "mlp_only_layers": [0, 1, 2, 3],
+          "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}}  # fmt: skip
+HALVED = {"linear_num_value_heads": 2, "linear_conv_kernel_dim": 3}
+
 # name -> (class name, what it adds to SHAPE)
 FAMILIES = {
     "llama": ("Llama", {}),
@@ -46,6 +51,8 @@ FAMILIES = {
     ),
     "deepseek-halves": ("DeepseekV3", {**LATENT, "q_lora_rank": 24, "rope_interleave": False}),
     "qwen3": ("Qwen3", {}),
+    "qwen3-next": ("Qwen3Next", LINEAR),
+    "qwen3-next-bias": ("Qwen3Next", {**LINEAR, "attention_bias": True, "full_attention_interval": 2, **HALVED}),
     "qwen3-tied": ("Qwen3", {"tie_word_embeddings": True, "attention_bias": True}),
 }
 # what minillm adds to a family and transformers has not: keys that it writes into config.json and does not read

@@ -11,6 +11,7 @@ from .parameters import mla_dims
 
 NORM_FLOPS = 4  # an element: square, sum, scale, times the weight
 ROTARY_FLOPS = 3  # an element: two products and a sum
+GATE_FLOPS = 4  # an element: exp, add, divide, product
 
 
 def attention_costs(
@@ -31,7 +32,7 @@ def attention_costs(
 
 def _windows(config: ModelConfig) -> Counter[int | None]:
     """window -> number of layers that have it. Attention sinks count as a window that is longer by so many."""
-    return Counter(config.visible(layer) for layer in range(config.num_hidden_layers))
+    return Counter(config.visible(layer) for layer in config.kv_layers)
 
 
 def _pairs(config: ModelConfig, step: Step) -> int:
@@ -43,12 +44,13 @@ def _keys(config: ModelConfig, step: Step) -> int:
 
 
 def _grouped(config: ModelConfig, step: Step, precision: Precision, weights: Weights) -> list[OpCost]:
-    layers, d, size = config.num_hidden_layers, config.hidden_size, precision.activation_bytes
+    layers, d, size = len(config.kv_layers), config.hidden_size, precision.activation_bytes
     queries = config.num_attention_heads * config.head_dim
+    gates = queries if config.is_hybrid else 0
     rotated = queries + config.num_key_value_heads * config.head_dim
     rows = layers * step.tokens
     qkv = queries + 2 * config.num_key_value_heads * config.head_dim
-    ops = [weights.linear("qkv_proj", layers, step.tokens, rows * (d + qkv) * size)]
+    ops = [weights.linear("qkv_proj", layers, step.tokens, rows * (d + qkv + gates) * size)]
     if config.qk_norm:
         ops.append(_elementwise(config, "qk_norm", rows * rotated, size, NORM_FLOPS, weights.bytes["qk_norm"]))
     ops.append(_elementwise(config, "rotary", rows * rotated, size, ROTARY_FLOPS))
@@ -63,19 +65,21 @@ def _grouped(config: ModelConfig, step: Step, precision: Precision, weights: Wei
             _keys(config, step) * kv_layer_row_bytes(config, precision.kv),
         )
     )
+    if gates:
+        ops.append(OpCost("attn_gate", layers, GATE_FLOPS * rows * gates, 0, 3 * rows * gates * size))
     ops.append(weights.linear("o_proj", layers, step.tokens, rows * (queries + d) * size))
     return ops
 
 
 def _elementwise(config: ModelConfig, name: str, elements: int, size: float, flops: int, weights: int = 0) -> OpCost:
     """Reads and writes each element once."""
-    return OpCost(name, config.num_hidden_layers, flops * elements, weights, 2 * elements * size)
+    return OpCost(name, len(config.kv_layers), flops * elements, weights, 2 * elements * size)
 
 
 def _kv_write(config: ModelConfig, step: Step, precision: Precision, read: float) -> OpCost:
     written = sum(layers * step.written(window) for window, layers in _windows(config).items())
     row = kv_layer_row_bytes(config, precision.kv)
-    return OpCost("kv_write", config.num_hidden_layers, 0, 0, read, written * row)
+    return OpCost("kv_write", len(config.kv_layers), 0, 0, read, written * row)
 
 
 def _latent(config: ModelConfig, step: Step, precision: Precision, weights: Weights, absorbed: bool) -> list[OpCost]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from ..config import ModelConfig
 from .attention_costs import NORM_FLOPS, attention_costs
+from .delta_costs import delta_costs
 from .formats import format_of
 from .kv_size import kv_bytes, kv_bytes_per_token
 from .op_cost import LOGIT_BYTES, OpCost, Precision, Step, Weights, distinct_experts, total, visible_pairs
@@ -25,7 +26,8 @@ __all__ = [
 # Every name a step can have, in the order in which the operators run.
 OPERATORS = (
     "embed", "attn_norm", "qkv_proj", "q_proj", "q_a_proj", "q_a_norm", "q_b_proj", "kv_a_proj", "kv_a_norm",
-    "qk_norm", "rotary", "kv_write", "kv_b_proj", "q_absorb", "attention", "v_absorb", "o_proj", "residual", "ffn_norm",
+    "qk_norm", "rotary", "kv_write", "kv_b_proj", "q_absorb", "attention", "v_absorb", "attn_gate", "o_proj",
+    "delta_in_proj", "conv", "delta_gates", "delta_rule", "delta_norm", "delta_o_proj", "residual", "ffn_norm",
     "router", "gate_up_proj", "experts", "shared_experts", "swiglu", "down_proj", "final_norm", "lm_head",
 )  # fmt: skip
 
@@ -45,6 +47,7 @@ def step_costs(
     ops = [_embed(config, step, precision)]
     ops.append(_norm(config, "attn_norm", step, precision, weights))
     ops += attention_costs(config, step, precision, weights, absorbed)
+    ops += delta_costs(config, step, precision, weights)
     ops.append(_residual(config, step, precision))
     ops.append(_norm(config, "ffn_norm", step, precision, weights))
     ops += _ffn(config, step, precision, weights)
@@ -89,7 +92,7 @@ def _ffn(config: ModelConfig, step: Step, precision: Precision, weights: Weights
         ops.append(weights.linear("down_proj", dense, tokens, dense * tokens * (wide + d) * size))
     if sparse:
         ops += _experts(config, step, precision, weights, sparse)
-        gated += sparse * (config.num_experts_per_tok + config.n_shared_experts) * config.moe_intermediate_size
+        gated += sparse * (config.num_experts_per_tok * config.moe_intermediate_size + config.shared_width)
     elements = tokens * gated  # gate and up are read, their product is written
     ops.append(OpCost("swiglu", config.num_hidden_layers, _SWIGLU_FLOPS * elements, 0, 3 * elements * size))
     return ops
@@ -99,7 +102,7 @@ def _experts(config: ModelConfig, step: Step, precision: Precision, weights: Wei
     """Router, routed experts (only those that some token chose are read) and shared experts. Each token's copies
     are read again to be summed."""
     size, tokens, d = precision.activation_bytes, step.tokens, config.hidden_size
-    wide, chosen, shared = config.moe_intermediate_size, config.num_experts_per_tok, config.n_shared_experts
+    wide, chosen, shared = config.moe_intermediate_size, config.num_experts_per_tok, config.shared_width
     read = distinct_experts(config.num_experts, chosen, tokens) / config.num_experts
     copies = layers * tokens * chosen * (3 * d + 3 * wide) + layers * tokens * d
     ops = [
@@ -107,7 +110,7 @@ def _experts(config: ModelConfig, step: Step, precision: Precision, weights: Wei
         weights.linear("experts", layers, tokens, copies * size, share=read),
     ]
     if shared:
-        moved = layers * tokens * (2 * d + 3 * shared * wide)
+        moved = layers * tokens * (2 * d + 3 * shared)
         ops.append(weights.linear("shared_experts", layers, tokens, moved * size))
     return ops
 

@@ -9,6 +9,8 @@ from ..config import ModelConfig
 from .formats import format_of
 from .numbers import whole_number
 
+STATE_ELEMENT_BYTES = 4  # states are float32 whatever keys and values are
+
 
 def kv_heads_per_rank(config: ModelConfig, tensor_parallel: int) -> int:
     """KV heads one rank stores: max(1, H_kv / ranks), rounded up."""
@@ -31,13 +33,26 @@ def kv_layer_row_bytes(config: ModelConfig, kv: Any = "bfloat16", tensor_paralle
     return kv_row_bytes(1, kv_heads_per_rank(config, tensor_parallel), config.head_dim, kv)
 
 
+def state_bytes(config: ModelConfig, tensor_parallel: int = 1) -> int:
+    """Bytes that the linear layers of one sequence keep on one rank, at every length: in float32, the last K - 1 inputs
+    of the convolution and the state of each value head. Ranks share whole key heads with the value heads they serve."""
+    c, layers = config, len(config.linear_layers)
+    if not layers:
+        return 0
+    key_heads = -(-c.linear_num_key_heads // tensor_parallel)
+    heads = key_heads * (c.linear_num_value_heads // c.linear_num_key_heads)
+    keys, values = key_heads * c.linear_key_head_dim, heads * c.linear_value_head_dim
+    convolution = (c.linear_conv_kernel_dim - 1) * (2 * keys + values)
+    return STATE_ELEMENT_BYTES * layers * (convolution + values * c.linear_key_head_dim)
+
+
 def kv_bytes_per_token(config: ModelConfig, kv: Any = "bfloat16", reserved: bool = False) -> float:
     """Bytes that one further token adds to the KV cache of a long sequence.
 
-    A sliding layer whose window is full adds nothing. `reserved=True` counts every layer, as an engine does that
-    reserves full length for all of them.
+    A sliding layer whose window is full adds nothing, nor does a linear one. `reserved=True` counts every layer that
+    has a cache of tokens, as an engine does that reserves full length for all of them.
     """
-    layers = config.num_hidden_layers if reserved else config.layer_types.count("full_attention")
+    layers = len(config.kv_layers) if reserved else config.layer_types.count("full_attention")
     return layers * kv_layer_row_bytes(config, kv)
 
 
@@ -50,7 +65,7 @@ def kv_bytes(
     block_size: int = 1,
 ) -> float:
     """Bytes of the KV cache of one sequence of `tokens` tokens on one rank; a sliding layer holds min(tokens, window),
-    and its attention sinks besides.
+    and its attention sinks besides; linear layers hold their state (`state_bytes`).
 
     `block_size` rounds every layer's tokens up to whole blocks. Raises RequestError for a count that is none.
     """
@@ -58,11 +73,11 @@ def kv_bytes(
     whole_number("block_size", block_size, 1)
     whole_number("tensor_parallel", tensor_parallel, 1)
     rows = sum(-(-held // block_size) * block_size for held in held_tokens(config, tokens, reserved))
-    return rows * kv_layer_row_bytes(config, kv, tensor_parallel)
+    return rows * kv_layer_row_bytes(config, kv, tensor_parallel) + state_bytes(config, tensor_parallel)
 
 
 def held_tokens(config: ModelConfig, tokens: int, reserved: bool = False) -> Iterator[int]:
-    """Tokens that each layer's cache holds for a sequence of `tokens`, layer by layer."""
-    for layer in range(config.num_hidden_layers):
+    """Tokens that each layer's cache holds for a sequence of `tokens`, layer by layer; linear ones hold none."""
+    for layer in config.kv_layers:
         most = None if reserved else config.visible(layer)
         yield tokens if most is None else min(tokens, most)

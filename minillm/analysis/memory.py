@@ -18,7 +18,7 @@ from .hardware import Hardware, find_hardware
 from .kv_size import kv_bytes, kv_heads_per_rank
 from .numbers import MOST, is_number, whole_number
 from .op_cost import LOGIT_BYTES
-from .parameters import weight_bytes
+from .parameters import expert_layers, weight_bytes
 
 PARTS = ("weights", "kv", "activations", "workspace", "communication", "headroom")
 _MOST_GPUS = 1024
@@ -205,7 +205,12 @@ def _attention_width(config: ModelConfig, ranks: int) -> int:
     if config.is_mla:
         key = config.qk_nope_head_dim + config.qk_rope_head_dim
         return heads * 2 * (key + config.v_head_dim)
-    return 2 * (heads + kv_heads_per_rank(config, ranks)) * config.head_dim
+    full = 2 * (heads + kv_heads_per_rank(config, ranks)) * config.head_dim
+    if not config.is_hybrid:
+        return full
+    gates = heads * config.head_dim
+    linear = config.conv_channels + 3 * config.linear_num_value_heads * config.linear_value_head_dim
+    return max(full + gates, 2 * -(-linear // ranks))  # the convolution's input and output are there at once
 
 
 def _ffn_width(config: ModelConfig, ranks: int) -> int:
@@ -213,8 +218,9 @@ def _ffn_width(config: ModelConfig, ranks: int) -> int:
     if not config.is_moe:
         return 3 * -(-config.intermediate_size // ranks)
     inner = 3 * -(-config.moe_intermediate_size // ranks)
-    experts = config.num_experts_per_tok * (inner + 2 * config.hidden_size) + config.n_shared_experts * inner
-    dense = 3 * -(-config.intermediate_size // ranks) if config.first_k_dense_replace else 0
+    experts = config.num_experts_per_tok * (inner + 2 * config.hidden_size) + 3 * -(-config.shared_width // ranks)
+    some = expert_layers(config) < config.num_hidden_layers
+    dense = 3 * -(-config.intermediate_size // ranks) if some else 0
     return max(experts, dense)
 
 

@@ -53,6 +53,7 @@ def weight_table(config: ModelConfig) -> list[Weight]:
     d, vocab = config.hidden_size, config.vocab_size
     table = [Weight("embed", "embedding", (vocab, d), 1, 1, "rows")]
     table += _attention(config)
+    table += _delta(config)
     table += _dense_ffn(config)
     table += _expert_ffn(config)
     table += _norms(config)
@@ -69,12 +70,13 @@ def norms_per_block(config: ModelConfig) -> int:
 def _attention(config: ModelConfig) -> list[Weight]:
     if config.is_mla:
         return _mla(config)
-    layers, d, wide = config.num_hidden_layers, config.hidden_size, config.head_dim
-    queries, keys = config.num_attention_heads * wide, config.num_key_value_heads * wide
+    layers, d, wide = len(config.kv_layers), config.hidden_size, config.head_dim
+    heads, keys = config.num_attention_heads * wide, config.num_key_value_heads * wide
+    queries = heads * (1 + config.is_hybrid)  # with an output gate for each
     table = [
         Weight("qkv_proj", "attention", (queries, d), layers, layers, "rows"),
         Weight("qkv_proj", "attention", (keys, d), 2 * layers, 2 * layers, "kv"),
-        Weight("o_proj", "attention", (d, queries), layers, layers, "columns"),
+        Weight("o_proj", "attention", (d, heads), layers, layers, "columns"),
     ]
     if config.attention_bias:
         table.append(Weight("qkv_proj", "attention", (queries,), layers, layers, "rows"))
@@ -84,6 +86,24 @@ def _attention(config: ModelConfig) -> list[Weight]:
     if config.model_type == "gpt_oss":  # one learned sink logit a query head
         table.append(Weight("attention", "attention", (config.num_attention_heads,), layers, layers, "rows"))
     return table
+
+
+def _delta(config: ModelConfig) -> list[Weight]:
+    """Linear layers, Yang et al. 2024 (arXiv 2412.06464), section 3.4; their norm is counted with the norms."""
+    layers, d, heads = len(config.linear_layers), config.hidden_size, config.linear_num_value_heads
+    values = heads * config.linear_value_head_dim
+    if not layers:
+        return []
+
+    def each(operator: str, shape: tuple[int, ...], split: str | None = None) -> Weight:
+        return Weight(operator, "attention", shape, layers, layers, split)
+
+    return [
+        each("delta_in_proj", (config.conv_channels + values + 2 * heads, d), "rows"),
+        each("conv", (config.conv_channels * config.linear_conv_kernel_dim,), "rows"),
+        each("delta_gates", (2 * heads,), "rows"),
+        each("delta_o_proj", (d, values), "columns"),
+    ]
 
 
 def _mla(config: ModelConfig) -> list[Weight]:
@@ -139,7 +159,7 @@ def _expert_ffn(config: ModelConfig) -> list[Weight]:
     layers = expert_layers(config)
     if not layers:
         return []
-    d, wide, shared = config.hidden_size, config.moe_intermediate_size, config.n_shared_experts
+    d, wide, shared = config.hidden_size, config.moe_intermediate_size, config.shared_width
     experts, chosen = layers * config.num_experts, layers * config.num_experts_per_tok
     table = [
         Weight("router", "experts", (config.num_experts, d), layers, layers),
@@ -147,8 +167,10 @@ def _expert_ffn(config: ModelConfig) -> list[Weight]:
         Weight("experts", "experts", (d, wide), experts, chosen, "columns"),
     ]
     if shared:
-        table.append(Weight("shared_experts", "experts", (2 * shared * wide, d), layers, layers, "rows"))
-        table.append(Weight("shared_experts", "experts", (d, shared * wide), layers, layers, "columns"))
+        table.append(Weight("shared_experts", "experts", (2 * shared, d), layers, layers, "rows"))
+        table.append(Weight("shared_experts", "experts", (d, shared), layers, layers, "columns"))
+    if config.shared_expert_intermediate_size:  # one number a token scales what the shared expert finds
+        table.append(Weight("router", "experts", (1, d), layers, layers))
     if config.model_type == "gpt_oss":  # its router and experts carry biases
         table.append(Weight("router", "experts", (config.num_experts,), layers, layers))
         table.append(Weight("experts", "experts", (2 * wide,), experts, chosen, "rows"))
@@ -161,7 +183,10 @@ def _norms(config: ModelConfig) -> list[Weight]:
     pairs = norms_per_block(config) // 2 * layers
     table = [Weight("attn_norm", "norms", (d,), pairs, pairs), Weight("ffn_norm", "norms", (d,), pairs, pairs)]
     if config.qk_norm:
-        table.append(Weight("qk_norm", "norms", (config.head_dim,), 2 * layers, 2 * layers))
+        both = 2 * len(config.kv_layers)
+        table.append(Weight("qk_norm", "norms", (config.head_dim,), both, both))
+    if linear := len(config.linear_layers):
+        table.append(Weight("delta_norm", "norms", (config.linear_value_head_dim,), linear, linear))
     if config.is_mla:
         table.append(Weight("kv_a_norm", "norms", (config.kv_lora_rank or 0,), layers, layers))
         if config.q_lora_rank is not None:

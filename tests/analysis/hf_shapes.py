@@ -14,6 +14,7 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
 )
 
 from minillm.config import ModelConfig
@@ -45,6 +46,21 @@ HF_CONFIGS = {
     "qwen3": _with(Qwen3Config, head_dim=16, tie_word_embeddings=True),
     "mixtral": _with(MixtralConfig, num_local_experts=5, num_experts_per_tok=2, sliding_window=None),
     "qwen3_moe": _with(Qwen3MoeConfig, head_dim=16, num_experts=6, num_experts_per_tok=3, moe_intermediate_size=20),
+    "qwen3_next": _with(
+        Qwen3NextConfig,
+        head_dim=16,
+        num_hidden_layers=5,
+        full_attention_interval=2,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=12,
+        linear_value_head_dim=8,
+        num_experts=6,
+        num_experts_per_tok=3,
+        moe_intermediate_size=20,
+        shared_expert_intermediate_size=28,
+        mlp_only_layers=[1],
+    ),
     "deepseek_v3": _with(
         DeepseekV3Config,
         **_MLA,

@@ -18,7 +18,7 @@ def test_counts_are_those_of_the_transformers_model(name):
     assert sum(count.parts().values()) == count.total
     named = {n: p.numel() for n, p in model.named_parameters()}
     assert count.embedding == named["model.embed_tokens.weight"]
-    assert count.attention == sum(size for n, size in named.items() if "self_attn" in n and "norm" not in n)
+    assert count.attention == sum(size for n, size in named.items() if "_attn" in n and "norm" not in n)
     assert count.norms == sum(size for n, size in named.items() if "norm" in n)
 
 
