@@ -20,9 +20,11 @@ from minillm.delta_state import DeltaStates
 from minillm.engine import Engine
 from minillm.errors import CheckpointError, ConfigError, EngineError, RequestError
 from minillm.generate import next_logits
-from minillm.kv_cache import ContiguousCache
+from minillm.kv_cache import ContiguousCache, NoCache, WindowCache
 from minillm.paging import PagedCache, SequenceStep, StepMetadata
 from minillm.sampling import SamplingParams
+from minillm.state_slots import StateCopies
+from minillm.step_plan import SchedulerOutput
 from tests import tiny
 from tests.serving import answers, expected, make_engine, make_tiny, run
 
@@ -129,6 +131,19 @@ def test_a_reset_cache_is_a_new_one(pair):
 
 
 @torch.inference_mode()
+@pytest.mark.parametrize("kind", [ContiguousCache, WindowCache])
+def test_every_cache_of_one_sequence_holds_the_state(pair, kind):
+    model, _ = pair
+    ids = list(range(40, 75))
+    expected = next_logits(model, ids, NoCache(model.config))
+    cache = kind(model.config, 40)
+    for _ in range(2):
+        torch.testing.assert_close(next_logits(model, ids, cache, chunk=8), expected, rtol=1e-4, atol=1e-4)
+        assert cache.allocated_bytes == kv_bytes(model.config, 40, "float32")
+        cache.reset()
+
+
+@torch.inference_mode()
 def test_a_state_cannot_go_back(pair):
     model, _ = pair
     cache = ContiguousCache(model.config, 40)
@@ -206,6 +221,38 @@ def test_a_fork_takes_a_copy_of_the_state(pair):
         engine = serve(pair, params, prompts, **options)
         assert engine.events.of("forked")
         assert any("/" in e.request for e in engine.events.of("preempted"))
+
+
+def test_a_failed_step_takes_the_forks_with_it_whose_copies_it_owed(pair):
+    """Two requests fork at once and the next step has room for the first alone. It fails before a copy is made: the
+    second, though it was not in that step, has a sequence without a state."""
+    engine = make_engine(pair, max_num_batched_tokens=2)
+    params = SamplingParams(temperature=2.0, seed=4, n=2, max_tokens=6, ignore_eos=True)
+    for name, token in (("a", 30), ("b", 31)):
+        engine.add_request(name, [token], params)
+    engine.step()
+    run_model = engine.runner.run
+
+    def failing(output):
+        engine.runner.run = run_model
+        raise RuntimeError("no memory")
+
+    engine.runner.run = failing
+    assert {o.request_id for o in engine.step() if o.error} == {"a", "b"}
+    assert not engine.has_unfinished_requests()
+    engine.scheduler.states.check([], [])
+    engine.add_request("b", [31], params)
+    assert answers(run(engine)["b"]) == expected(pair, [31], params)
+
+
+def test_forks_are_copied_before_anything_is_swapped(pair):
+    """A fork may be swapped out by the very next step, and its slot taken by what comes back."""
+    runner = make_engine(pair, preemption="swap", num_host_blocks=8, num_state_slots=3).runner
+    runner.cache.states.delta[:] = torch.arange(4.0)[:, None, None, None]
+    runner.host.states.delta[:] = 10 * torch.arange(4.0)[:, None, None, None]
+    runner._move_states(SchedulerOutput(states=StateCopies([(1, 2), (3, 1)], [(2, 1)], [(3, 2)])))
+    assert runner.cache.states.delta[0, :, 0, 0, 0].tolist() == [0, 3, 30, 3]
+    assert runner.host.states.delta[0, :, 0, 0, 0].tolist() == [0, 1, 20, 30]
 
 
 def test_without_host_memory_for_states_a_request_computes_again(pair):
