@@ -79,10 +79,9 @@ class Transformer(nn.Module):
     def place(self, device: str | torch.device, dtype: torch.dtype) -> Transformer:
         """Moves it to a device, its parameters in `dtype`. What is derived from the config stays float32: in bfloat16
         an angle of rotary embedding is wrong by a radian at position 256."""
-        self.to(device)
         for parameter in self.parameters():
-            parameter.data = parameter.data.to(dtype)
-        return self
+            parameter.data = parameter.data.to(dtype)  # before it moves: half the bytes there
+        return self.to(device)
 
     @property
     def device(self) -> torch.device:
