@@ -1,6 +1,6 @@
 """Attention over the caches through the Triton kernels: the paged step, and the contiguous cache's prefill.
 
-A step is three kernels a layer: the new keys and values go to their slots, and the queries walk the block tables, by
+A step is two kernels a layer: the new keys and values go to their slots, and the queries walk the block tables, by
 the split-KV kernel if every sequence brings one token and by the unified one otherwise. Nothing is gathered or padded.
 """
 
