@@ -6,5 +6,5 @@ draws you. README.md says what every kernel file holds and what the tools below 
 launch.py   triton or its stand-in, the backend switch, the checks every launcher makes
 catalog.py  Case, Compilation, Bench: what a kernel file hands to tests, to the compiler and to the GPU run
 aot.py      python -m kernels aot: compiles everything for three generations of GPU without having one
-gpu.py      python -m kernels gpu: tests and times everything on the GPU at hand
+gpu.py      python -m kernels gpu: tests and times everything on the GPU at hand; gpu_model.py: the model end to end
 """
