@@ -33,6 +33,10 @@ class EngineError(MinillmError):
     """Settings under which an engine cannot run."""
 
 
+class QuantizationError(MinillmError):
+    """Weights, a scheme or a file of quantized weights that do not go together."""
+
+
 class QueueFullError(RequestError):
     """The queue is at its limit; the same request may be served later, best after `retry_after_s` seconds."""
 

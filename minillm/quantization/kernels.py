@@ -1,0 +1,120 @@
+"""How a CPU multiplies by a quantized matrix. Each kernel holds its weights in the shape torch's operator wants.
+
+Weight-only (x stays 16 or 32 bits): few rows are bound by the bytes of W, so fewer bits are less time.
+    Int8WeightOnly   torch._weight_int8pack_mm              int8 codes, one scale a row
+    Int4Grouped      torch._weight_int4pack_mm_for_cpu      4-bit codes, groups of 32 to 128
+Weight and activation (x becomes int8, one scale a token): many rows are bound by arithmetic, and int8 has twice the
+multiply-adds of bfloat16 where the CPU has the instructions.
+    Int8Dynamic      torch.ops.onednn.qlinear_pointwise     int8 x int8, sums in int32
+For formats that no operator here reads (fp8, MXFP4, NVFP4, 3 bits, ternary), and for many rows:
+    Expanded         the numbers as they come out, in bfloat16 or float32: saves bytes on disk, not in memory
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..packing import BFloat16
+from . import number_formats as nf
+from .weight import QuantizedWeight
+
+
+class Int8WeightOnly:
+    """y = (x · codesᵀ) · scale, x in bfloat16."""
+
+    input_dtype = torch.bfloat16
+
+    def __init__(self, weight: QuantizedWeight, bias: Tensor | None) -> None:
+        self.codes, self.scale, self.bias = weight.packed, weight.scale.view(-1).to(torch.bfloat16), bias
+        self.weight_bytes = self.codes.nbytes + self.scale.nbytes
+
+    @staticmethod
+    def takes(weight: QuantizedWeight) -> bool:
+        s = weight.scheme
+        return s.format == "int8" and s.symmetric and s.group is None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y = torch._weight_int8pack_mm(x.to(torch.bfloat16), self.codes, self.scale).to(x.dtype)
+        return y if self.bias is None else y + self.bias
+
+
+class Int4Grouped:
+    """The same with 4-bit codes, expanded next to the multiply."""
+
+    input_dtype = torch.bfloat16
+
+    def __init__(self, weight: QuantizedWeight, bias: Tensor | None) -> None:
+        codes = nf.unpack_codes(weight.packed, 4).to(torch.int32)
+        scale = weight.scales()
+        # torch's kernel computes (code - 8) · scale + shift
+        shift = torch.zeros_like(scale) if weight.zero is None else (8 - weight.zero.to(torch.float32)) * scale
+        self.group, self.bias = weight.scheme.group, bias
+        self.packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
+        self.scale_and_zero = torch.stack([scale.t(), shift.t()], -1).to(torch.bfloat16).contiguous()
+        self.weight_bytes = self.packed.nbytes + self.scale_and_zero.nbytes
+
+    @staticmethod
+    def takes(weight: QuantizedWeight) -> bool:
+        s = weight.scheme
+        return s.format == "int4" and s.group in (32, 64, 128) and weight.shape[0] % 16 == 0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        x16 = x.to(torch.bfloat16)
+        y = torch.ops.aten._weight_int4pack_mm_for_cpu.default(x16, self.packed, self.group, self.scale_and_zero)
+        y = y.to(x.dtype)
+        return y if self.bias is None else y + self.bias
+
+
+class Int8Dynamic:
+    """Both sides int8: each token's largest magnitude becomes 127, sums are exact in int32, two scales make numbers.
+
+    One scale a token, not one a batch, so that a token's result does not depend on who shares its step.
+    """
+
+    input_dtype = torch.float32
+
+    def __init__(self, weight: QuantizedWeight, bias: Tensor | None) -> None:
+        self.scale, self.bias = weight.scale.view(-1).to(torch.float32), bias
+        self.zeros = torch.zeros(len(self.scale), dtype=torch.int32)
+        self.packed = torch.ops.onednn.qlinear_prepack(weight.packed, None)
+        self.weight_bytes = weight.packed.nbytes + self.scale.nbytes
+
+    @staticmethod
+    def takes(weight: QuantizedWeight) -> bool:
+        return weight.scheme.dynamic
+
+    def __call__(self, x: Tensor) -> Tensor:
+        codes, scale = quantize_tokens(x)
+        y = torch.ops.onednn.qlinear_pointwise.default(
+            codes, 1.0, 0, self.packed, self.scale, self.zeros, None, 1.0, 0, torch.float32, "none", [], ""
+        )
+        y = y * scale
+        return (y if self.bias is None else y + self.bias).to(x.dtype)
+
+
+def quantize_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x (T, K) -> int8 codes (T, K) and float32 scales (T, 1), one a token, from its largest magnitude."""
+    x = x.to(torch.float32)
+    scale = x.abs().amax(-1, keepdim=True).clamp(min=1e-12) / 127
+    return (x / scale).round().to(torch.int8), scale
+
+
+class Expanded:
+    """The matrix as numbers, expanded once. bfloat16 holds E2M1 times a power of two exactly, and 8 bits of others."""
+
+    def __init__(self, weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype = torch.bfloat16) -> None:
+        self.input_dtype, self.bias = dtype, bias
+        if dtype == torch.bfloat16:
+            self._multiply = BFloat16(weight.dequantize(), bias)
+            self.weight_bytes = self._multiply.weight_bytes
+        else:
+            self.numbers = weight.dequantize()
+            self.weight_bytes, self._multiply = self.numbers.nbytes, self._float32
+
+    def _float32(self, x: Tensor) -> Tensor:
+        return F.linear(x.to(torch.float32), self.numbers, self.bias).to(x.dtype)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._multiply(x)
