@@ -1,4 +1,4 @@
-"""The command line: `python -m minillm demo | chat | generate | serve | load | tokenize | bench | size | doctor`.
+"""The command line: `python -m minillm demo | chat | generate | serve | load | tokenize | bench | quality | ...`.
 
 Each command is a module with `add_parser` and `run`. torch takes a second to import, so the commands import it when
 they run, and `--help` answers at once.
@@ -15,10 +15,10 @@ from collections.abc import Sequence
 
 from .. import __version__
 from ..errors import MinillmError
-from . import bench, chat, demo, doctor, generate, load, serve, size, streams, tokenize
+from . import bench, chat, demo, doctor, generate, load, quality, serve, size, streams, tokenize
 from .common import Parser, error_line, one_line
 
-COMMANDS = (demo, chat, generate, serve, load, tokenize, bench, size, doctor)
+COMMANDS = (demo, chat, generate, serve, load, tokenize, bench, quality, size, doctor)
 BAD_INPUT, INTERRUPTED, BROKEN_PIPE = 2, 130, 141  # the last two are a shell's 128 + signal number
 
 _EPILOG = """\

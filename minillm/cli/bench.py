@@ -20,6 +20,7 @@ EXAMPLES = """
 python -m minillm bench
 python -m minillm bench --threads 2 --compare transformers --quality
 python -m minillm bench --dtype float32 --rounds 3 --json
+python -m minillm bench --quantize int8 --compare transformers
 python -m minillm bench --workload requests.json --json
 """
 
@@ -69,7 +70,7 @@ def _bench(args: argparse.Namespace, device: str) -> dict[str, Any]:
     from . import measure
 
     sizes = _sizes(args)
-    path, layout_s = measure.settle_layout(args.model, args.dtype, device)
+    path, layout_s = measure.settle_layout(args.model, "float32" if args.quantize else args.dtype, device)
     started = time.perf_counter()
     model, tokenizer = common.load(args)
     load_s = time.perf_counter() - started
@@ -103,13 +104,14 @@ def _bench(args: argparse.Namespace, device: str) -> dict[str, Any]:
         "layout_measurement_s": layout_s,
         "layout": model.layout,
         "dtype": args.dtype,
+        "quantize": args.quantize,
         "weight_bytes_held": held_bytes(model),
         **_circumstances(args, hardware, sizes),
     }
     if args.compare:
         values["transformers"] = _comparison(runs, engines["transformers"], sizes, many)
     if args.quality:
-        from .quality import compare_to_float32
+        from ..analysis.quality import compare_to_float32
 
         values["quality"] = compare_to_float32(model, tokenizer, path, device)
     return values

@@ -57,7 +57,8 @@ def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object, for a program to read")
 
 
-def add_model_options(parser: argparse.ArgumentParser, weights: bool = True) -> None:
+def add_model_options(parser: argparse.ArgumentParser, weights: bool = True, quantize: str = "optional") -> None:
+    """`weights`: whether the command loads them. `quantize`: "optional", or "required" where it is the point."""
     group = parser.add_argument_group("model")
     group.add_argument(
         "--model",
@@ -69,6 +70,11 @@ def add_model_options(parser: argparse.ArgumentParser, weights: bool = True) -> 
     group.add_argument(
         "--dtype", choices=DTYPES, default="auto",
         help="how weights are stored: float32 is exact, auto is the fastest measured here (default: auto)",
+    )  # fmt: skip
+    group.add_argument(
+        "--quantize", metavar="SCHEME", required=quantize == "required",
+        help="round the weights first: int8, int8-dynamic, int4-g128, gptq-int4-g128, awq-int4-g32, fp8, mxfp4, nvfp4 "
+        "and others; takes the place of --dtype",
     )  # fmt: skip
     group.add_argument("--device", choices=DEVICES, default="auto", help="default: cuda where there is one, else cpu")
     group.add_argument(
@@ -159,9 +165,21 @@ def prepare(args: argparse.Namespace) -> str:
 def load(args: argparse.Namespace) -> tuple[Transformer, Tokenizer]:
     """Model and tokenizer as the options ask. Raises MinillmError."""
     device = prepare(args)
+    if args.quantize is not None:
+        return _load_quantized(args, device)
     from .. import checkpoint
 
     return checkpoint.load(args.model, args.dtype, device, args.backend)
+
+
+def _load_quantized(args: argparse.Namespace, device: str) -> tuple[Transformer, Tokenizer]:
+    if args.dtype != "auto":
+        raise RequestError(f"--dtype {args.dtype} and --quantize {args.quantize} say different things; leave one out")
+    from ..quantization.loading import load_quantized
+
+    model, tokenizer, report = load_quantized(args.model, args.quantize, device)
+    say(f"{report.scheme}: {size_text(report.stored_bytes)} of weights, {report.bits_per_weight:.2f} bits each")
+    return model, tokenizer
 
 
 def load_tokenizer(source: str | None) -> Tokenizer:

@@ -97,7 +97,7 @@ def take_turns(engines: dict[str, Engine], ids: Sequence[int], sizes: Sizes) -> 
 
 def text_ids(tokenizer: Tokenizer, count: int) -> list[int]:
     """The first `count` tokens of pydoc's topics, which every CPython carries: real English, no download."""
-    from .quality import TEXT
+    from ..analysis.quality import TEXT
 
     ids = tokenizer.encode(TEXT[: 40 * count])
     if len(ids) < count:

@@ -45,14 +45,15 @@ def _arithmetic(model: Transformer) -> str:
     """The dtype that the kernels of the model's layout multiply in: float16 weights are widened to float32."""
     if model.device.type == "cuda":
         return str(model.dtype)
-    return "bfloat16" if model.layout.startswith(("bfloat16", "int4")) else "float32"
+    return "bfloat16" if model.layout.startswith(("bfloat16", "int4", "int8")) else "float32"
 
 
 def held_bytes(model: Transformer) -> int:
     """Bytes of all weights in memory. More than a step reads: the embedding table is there beside the packed head,
     and a matrix may be kept in two layouts."""
     from ..packing import PackedLinear
+    from ..quantization import QuantizedLinear
 
-    packed = [layer for layer in model.linears() if isinstance(layer, PackedLinear)]
+    packed = [layer for layer in model.linears() if isinstance(layer, PackedLinear | QuantizedLinear)]
     layouts = {id(layout): layout for layer in packed for layout in (layer.few, layer.many)}
     return sum(p.nbytes for p in model.parameters()) + sum(layout.weight_bytes for layout in layouts.values())

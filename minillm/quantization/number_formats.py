@@ -9,6 +9,8 @@ E4M3 and E5M2.
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 
@@ -31,7 +33,7 @@ def to_float8(x: Tensor, dtype: torch.dtype = E4M3) -> Tensor:
 
 def to_e2m1(x: Tensor) -> Tensor:
     """4-bit codes (uint8, sign in bit 3) of the nearest values, ties to the even code, beyond 6 saturated."""
-    middles = torch.tensor([(a + b) / 2 for a, b in zip(E2M1, E2M1[1:], strict=False)], dtype=x.dtype, device=x.device)
+    middles = torch.tensor([(a + b) / 2 for a, b in itertools.pairwise(E2M1)], dtype=x.dtype, device=x.device)
     size = x.abs()
     below, above = torch.bucketize(size, middles), torch.bucketize(size, middles, right=True)  # differ at a tie
     code = torch.where(below % 2 == 0, below, above)

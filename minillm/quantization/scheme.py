@@ -69,7 +69,7 @@ def parse(name: str | Scheme) -> Scheme:
     if match is None:
         raise QuantizationError(f"scheme {short(repr(name))} is not known; write one like {EXAMPLES}")
     part = match.groupdict()
-    bits, grouped = FORMATS[part["format"]]
+    grouped = FORMATS[part["format"]][1]
     group = int(part["group"]) if part["group"] else BLOCK.get(part["format"])
     scheme = Scheme(
         name,

@@ -1,0 +1,26 @@
+"""A model, quantized as it is loaded: what `--quantize` does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from .. import checkpoint
+from ..errors import QuantizationError
+from ..tokenizer import Tokenizer
+from ..transformer import Transformer
+from .apply import Report, quantize_
+from .scheme import Scheme, parse
+
+
+def load_quantized(
+    source: str | Path | None, scheme: str | Scheme, device: str = "cpu", exact: bool = False
+) -> tuple[Transformer, Tokenizer, Report]:
+    """Loads in float32 and quantizes. Groups shrink where a matrix needs it; the report says which.
+
+    Raises QuantizationError, and what checkpoint.load raises.
+    """
+    scheme = parse(scheme)  # a bad name is told before anything is loaded
+    if device != "cpu":
+        raise QuantizationError(f"--quantize runs on the CPU here, not on {device}; add --device cpu")
+    model, tokenizer = checkpoint.load(source, "float32", device)
+    return model, tokenizer, quantize_(model, scheme, shrink_groups=True, exact=exact)
