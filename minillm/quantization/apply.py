@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor, nn
@@ -18,8 +18,14 @@ from ..errors import QuantizationError
 from ..layers import Linear
 from ..packing import PackedLinear
 from ..transformer import Transformer
+from .awq import clipped, scale_block
+from .calibration import for_each_block
+from .gptq import gptq
+from .hqq import hqq
 from .linear import QuantizedLinear
+from .rotation import rotate_
 from .scheme import GROUPS, Scheme, parse
+from .smoothquant import smooth_block
 from .weight import QuantizedWeight, check_weight, quantize_weight
 
 HEAD = "lm_head"
@@ -42,11 +48,9 @@ class Report:
 
 def linear_layers(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, Linear]]:
     """(parent, attribute, full name, layer) of every weight matrix that quantize_ replaces."""
-    for parent_name, parent in list(model.named_modules()):
-        for attribute, layer in list(parent.named_children()):
+    for parent_name, parent in model.named_modules():
+        for attribute, layer in parent.named_children():
             name = f"{parent_name}.{attribute}".lstrip(".")
-            if isinstance(layer, QuantizedLinear):
-                raise QuantizationError(f"{name} is quantized already; load the model again to quantize it otherwise")
             if isinstance(layer, PackedLinear):
                 raise QuantizationError(f'{name} is packed for this CPU; load the model with dtype "float32" first')
             if isinstance(layer, Linear):
@@ -68,39 +72,79 @@ def scheme_for(scheme: Scheme, weight: Tensor, name: str, shrink_groups: bool) -
 def quantize_(
     model: Transformer,
     scheme: str | Scheme,
+    calibration: Sequence[int] | None = None,
     head: str | None = "int8",
     shrink_groups: bool = False,
     exact: bool = False,
 ) -> Report:
-    """Replaces every Linear of the model by a QuantizedLinear; nothing is replaced if one of them does not fit.
+    """Replaces every Linear of the model by a QuantizedLinear; nothing is changed if one of them does not fit.
 
-    scheme: a name such as "int4-g128" (see scheme.py). head: the scheme of lm_head, None to leave it alone.
-    shrink_groups: where a group size does not divide a matrix's columns, take the largest of 32, 64, 128 that does.
-    exact: multiply by dequantized float32 numbers instead of a packed kernel; for measuring quality.
+    scheme: a name such as "int4-g128" (see scheme.py). calibration: token ids for the methods that look at
+    activations (gptq, awq, smoothquant); never the text that quality is then measured on. head: the scheme of lm_head,
+    None to leave it alone. shrink_groups: where a group size does not divide a matrix's columns, take the largest of
+    32, 64, 128 that does. exact: multiply by dequantized float32 numbers instead of a packed kernel.
     Raises QuantizationError naming the layer. Source of the convention: torchao's quantize_.
     """
     scheme, head_scheme = parse(scheme), None if head is None else parse(head)
-    if scheme.needs_calibration:
+    if scheme.needs_calibration and calibration is None:
         raise QuantizationError(f"scheme {scheme.name!r} looks at activations; give calibration tokens")
-    found = list(linear_layers(model))
-    chosen = {}
-    for _, _, name, layer in found:
-        wanted = head_scheme if name == HEAD else scheme
-        if wanted is not None:
-            chosen[name] = scheme_for(wanted, layer.weight, name, shrink_groups)
-    report = Report(scheme.name)
-    for parent, attribute, name, layer in found:
+    if any(isinstance(layer, QuantizedLinear) for layer in model.modules()):
+        raise QuantizationError("the model is quantized already; load it again to quantize it otherwise")
+    wanted = {name: head_scheme if name == HEAD else scheme for *_, name, _ in linear_layers(model)}
+    chosen = {
+        name: scheme_for(wanted[name], layer.weight, name, shrink_groups)
+        for *_, name, layer in linear_layers(model)
+        if wanted[name] is not None
+    }
+    job = _Job(model, chosen, exact, Report(scheme.name))
+    if scheme.rotate:
+        rotate_(model)
+    if scheme.needs_calibration:
+        prepare, choose = METHODS[scheme.method]
+        for_each_block(model, calibration, lambda i, block, found: job.block(i, block, found, scheme, prepare, choose))
+    plain = hqq if scheme.method == "hqq" else quantize_weight
+    for parent, attribute, name, layer in list(linear_layers(model)):
         if name in chosen:
-            replace_layer(parent, attribute, layer, quantize_weight(layer.weight, chosen[name]), exact, report)
+            method = plain if name != HEAD else quantize_weight
+            job.replace(parent, attribute, name, method(layer.weight, chosen[name]))
     model.layout = scheme.name
-    return report
+    return job.report
 
 
-def replace_layer(
-    parent: nn.Module, attribute: str, layer: Linear, weight: QuantizedWeight, exact: bool, report: Report
-) -> None:
-    setattr(parent, attribute, QuantizedLinear(weight, layer.bias, exact))
-    report.layers += 1
-    report.float32_bytes += 4 * weight.shape[0] * weight.shape[1]
-    report.stored_bytes += weight.nbytes
-    report.groups[weight.scheme.group or weight.shape[1]] += 1
+# method -> (what it does to a block before rounding, how it rounds one matrix)
+METHODS = {
+    "gptq": (lambda block, found, scheme: None, lambda weight, found, scheme: gptq(weight, found.moments, scheme)),
+    "awq": (scale_block, lambda weight, found, scheme: clipped(weight, found.moments, scheme)),
+    "smoothquant": (
+        lambda block, found, scheme: smooth_block(block, found),
+        lambda weight, found, scheme: quantize_weight(weight, scheme),
+    ),
+}
+
+
+@dataclass
+class _Job:
+    """One call of quantize_: which layer gets which scheme, and what has been replaced so far."""
+
+    model: Transformer
+    chosen: dict[str, Scheme]
+    exact: bool
+    report: Report
+
+    def block(self, index: int, block: nn.Module, found: dict, scheme: Scheme, prepare, choose) -> None:
+        names = {name: f"blocks.{index}.{name}" for name in found}
+        narrowest = min((self.chosen[full].group or 0 for full in names.values()), default=0)
+        prepare(block, found, scheme.with_group(narrowest or None))
+        for name, full in names.items():
+            parent_name, _, attribute = name.rpartition(".")
+            parent = block.get_submodule(parent_name)
+            weight = choose(getattr(parent, attribute).weight, found[name], self.chosen[full])
+            self.replace(parent, attribute, full, weight)
+
+    def replace(self, parent: nn.Module, attribute: str, name: str, weight: QuantizedWeight) -> None:
+        layer = getattr(parent, attribute)
+        setattr(parent, attribute, QuantizedLinear(weight, layer.bias, self.exact))
+        self.report.layers += 1
+        self.report.float32_bytes += 4 * weight.shape[0] * weight.shape[1]
+        self.report.stored_bytes += weight.nbytes
+        self.report.groups[weight.scheme.group or weight.shape[1]] += 1

@@ -5,11 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from .. import checkpoint
+from ..analysis.quality import calibration_ids
 from ..errors import QuantizationError
 from ..tokenizer import Tokenizer
 from ..transformer import Transformer
 from .apply import Report, quantize_
 from .scheme import Scheme, parse
+
+CALIBRATION_TOKENS = 4096
 
 
 def load_quantized(
@@ -23,4 +26,5 @@ def load_quantized(
     if device != "cpu":
         raise QuantizationError(f"--quantize runs on the CPU here, not on {device}; add --device cpu")
     model, tokenizer = checkpoint.load(source, "float32", device)
-    return model, tokenizer, quantize_(model, scheme, shrink_groups=True, exact=exact)
+    tokens = calibration_ids(tokenizer, CALIBRATION_TOKENS) if scheme.needs_calibration else None
+    return model, tokenizer, quantize_(model, scheme, tokens, shrink_groups=True, exact=exact)
