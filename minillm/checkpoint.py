@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .backend import choose, with_backend
 from .config import ModelConfig
-from .errors import CheckpointError, ConfigError, short
+from .errors import CheckpointError, ConfigError, QuantizationError, short
 from .fetch import default_model_path, locate
 from .gguf_file import GGUFFile
 from .packing import linear_maker
@@ -56,6 +56,8 @@ def _build(config: ModelConfig, tensors: Mapping, dtype: str, device: str, where
     if dtype not in DTYPES:
         raise CheckpointError(f"dtype {dtype!r} is not known; choose one of {', '.join(DTYPES)}")
     on_cpu = torch.device(device).type == "cpu"
+    if config.raw.get("quantization_config") is not None:
+        return _build_quantized(config, tensors, dtype, on_cpu, where)
     keeps_codes = isinstance(tensors, GGUFFile) and tensors.keep_int4
     make_linear, layout = linear_maker(dtype if on_cpu else "float32", keeps_codes)
     try:
@@ -66,6 +68,21 @@ def _build(config: ModelConfig, tensors: Mapping, dtype: str, device: str, where
     if not on_cpu:  # a GPU multiplies 16-bit matrices as they are
         target = {"auto": torch.bfloat16}.get(dtype) or getattr(torch, dtype)
         model, model.layout = model.place(device, target), str(target).removeprefix("torch.")
+    return model
+
+
+def _build_quantized(config: ModelConfig, tensors: Mapping, dtype: str, on_cpu: bool, where: Path) -> Transformer:
+    """Matrices stay as few bits as the file has; dtype "float32" multiplies by the exact numbers, "auto" by kernels."""
+    from .quantization import compressed, saving  # below this file in reading order, and needed by such files alone
+
+    if not on_cpu or dtype not in ("auto", "float32"):
+        raise CheckpointError(f"{where}: holds quantized weights; load them on the CPU with dtype auto or float32")
+    try:
+        found = compressed.CompressedTensors(tensors, config.raw["quantization_config"])
+        model = from_tensors(config, found, saving.quantized_maker(exact=dtype == "float32"))
+    except (CheckpointError, ConfigError, QuantizationError) as error:
+        raise CheckpointError(f"{where}: {error}") from None
+    model.layout = found.summary
     return model
 
 
@@ -88,6 +105,16 @@ class SafetensorsFolder(Mapping):
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._files)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._files
+
+    def raw(self, name: str) -> Tensor:
+        """A tensor in the type it is stored in."""
+        try:
+            return self._files[name].get_tensor(name)
+        except SafetensorError as error:
+            raise CheckpointError(f"tensor {name} cannot be read ({error}); download the model again") from None
 
     def __getitem__(self, name: str) -> Tensor:
         try:

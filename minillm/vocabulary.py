@@ -85,6 +85,11 @@ def token_to_bytes(token: str) -> bytes:
         return utf8(token)
 
 
+def bytes_to_token(data: bytes) -> str:
+    """The printable name of a token's bytes."""
+    return "".join(BYTE_TO_CHAR[byte] for byte in data)
+
+
 def utf8(text: str) -> bytes:
     """UTF-8 of a token's text. Raises TokenizerError on half a surrogate pair."""
     try:

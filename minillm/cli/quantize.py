@@ -1,0 +1,40 @@
+"""`python -m minillm quantize`: writes a quantized model to a folder."""
+
+from __future__ import annotations
+
+import argparse
+
+from ..errors import RequestError
+from ..storage import user_path
+from . import common
+
+EXAMPLES = """
+python -m minillm quantize --quantize gptq-int4-g128 --out smollm2-int4
+python -m minillm chat --model smollm2-int4
+"""
+
+
+def add_parser(commands) -> None:
+    parser = common.add_command(
+        commands,
+        "quantize",
+        run,
+        "write a quantized model to a folder",
+        EXAMPLES,
+        description="Quantize a model and write it as safetensors in compressed-tensors' naming, with config.json and "
+        "tokenizer.json: a folder that --model takes.",
+    )
+    parser.add_argument("--out", metavar="FOLDER", required=True, help="a folder that is new or empty")
+    common.add_model_options(parser, quantize="required")
+
+
+def run(args: argparse.Namespace) -> int:
+    folder = user_path(args.out, "--out")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise RequestError(f"--out {folder}: is there already and not an empty folder; name a new one")
+    model, tokenizer = common.load(args)
+    from ..quantization.saving import save_quantized
+
+    size = save_quantized(model, folder, tokenizer)
+    print(f"{folder}: {common.size_text(size)}; python -m minillm chat --model {folder}")
+    return 0

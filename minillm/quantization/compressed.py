@@ -1,0 +1,212 @@
+"""Quantized weights in safetensors files, named as the compressed-tensors library names them.
+
+A matrix X becomes `X.weight` (int8, float8) or `X.weight_packed` (4 bits), with `X.weight_scale` and, where the scheme
+has them, `X.weight_zero_point`, `X.weight_global_scale`, `X.weight_shape`. config.json says under
+`quantization_config` which modules have which format, so that a server that knows the convention can load the file.
+What the convention has no word for (3 bits, ternary, fractional zero points) is stored in the same way and marked
+"minillm-packed".
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import CheckpointError, short
+from . import number_formats as nf
+from .scheme import FP8_BLOCK, Scheme
+from .weight import QuantizedWeight
+
+SUFFIXES = ("weight", "weight_packed", "weight_scale", "weight_zero_point", "weight_global_scale", "weight_shape")
+FORMAT = {"int8": "int-quantized", "int4": "pack-quantized", "fp8": "float-quantized", "fp8-e5m2": "float-quantized",
+          "mxfp4": "mxfp4-pack-quantized", "nvfp4": "nvfp4-pack-quantized"}  # fmt: skip
+OWN = "minillm-packed"
+_FLOAT8 = {"fp8": torch.float8_e4m3fn, "fp8-e5m2": torch.float8_e5m2}
+
+
+def tensors_of(weight: QuantizedWeight) -> dict[str, Tensor]:
+    """What is stored for one matrix, by suffix."""
+    s, found = weight.scheme, {"weight_scale": weight.scale}
+    if s.bits == 8:
+        signed = weight.packed if weight.packed.dtype != torch.uint8 else (weight.packed.short() - 128).to(torch.int8)
+        found["weight"] = signed
+    elif s.format == "int4":
+        found["weight_packed"] = weight.packed.contiguous().view(torch.int32)  # eight codes, lowest first
+        found["weight_shape"] = torch.tensor(weight.shape)
+    else:
+        found["weight_packed"] = weight.packed
+    if weight.zero is not None:
+        found["weight_zero_point"] = _stored_zero(weight)
+    if weight.global_scale is not None:
+        found["weight_global_scale"] = 1 / weight.global_scale.view(1)  # there it multiplies before rounding
+    return {name: t.contiguous() for name, t in found.items()}
+
+
+def _stored_zero(weight: QuantizedWeight) -> Tensor:
+    """4-bit zero points are packed along rows, 8-bit ones shifted with their codes, fractional ones kept."""
+    zero = weight.zero
+    if zero.is_floating_point() or weight.scheme.bits not in (4, 8):
+        return zero
+    if weight.scheme.bits == 8:
+        return (zero.short() - 128).to(torch.int8)
+    rows = torch.nn.functional.pad(zero, (0, 0, 0, -len(zero) % 8))
+    return nf.pack_codes(rows.t().contiguous(), 4).view(torch.int32).t()
+
+
+def weight_from(scheme: Scheme, shape: tuple[int, int], part: Mapping[str, Tensor], name: str) -> QuantizedWeight:
+    """The matrix that `tensors_of` took apart. Raises CheckpointError naming what is missing or misshapen."""
+    key = "weight" if scheme.bits == 8 else "weight_packed"
+    for needed in (key, "weight_scale", *(["weight_global_scale"] if scheme.format == "nvfp4" else [])):
+        if needed not in part:
+            raise CheckpointError(f"tensor {name}.{needed} is missing from the checkpoint; download the model again")
+    rows, columns = shape
+    packed, scale = part[key], part["weight_scale"]
+    zero = None if scheme.symmetric else _loaded_zero(scheme, part, rows, name)
+    if scheme.bits == 8 and not scheme.format.startswith("fp8") and not scheme.symmetric:
+        packed = (packed.short() + 128).to(torch.uint8)
+    if scheme.format == "int4":
+        packed = packed.view(torch.uint8)
+    whole = 1 / part["weight_global_scale"].view(()) if scheme.format == "nvfp4" else None
+    _check(f"{name}.{key}", packed, (rows, columns * scheme.bits // 8))
+    _check(f"{name}.weight_scale", scale, scale_shape(scheme, shape))
+    if scheme.format in _FLOAT8 and packed.dtype != _FLOAT8[scheme.format]:
+        raise CheckpointError(f"tensor {name}.{key} is {packed.dtype}, its config says {scheme.format}")
+    if not (scale.is_floating_point() or scheme.format == "mxfp4") or not scale.float().isfinite().all():
+        raise CheckpointError(f"tensor {name}.weight_scale holds no finite numbers; download the model again")
+    return QuantizedWeight(scheme, shape, packed, scale, zero, whole)
+
+
+def _loaded_zero(scheme: Scheme, part: Mapping[str, Tensor], rows: int, name: str) -> Tensor:
+    if "weight_zero_point" not in part:
+        raise CheckpointError(f"tensor {name}.weight_zero_point is missing; download the model again")
+    zero = part["weight_zero_point"]
+    if zero.is_floating_point() or scheme.bits not in (4, 8):
+        return zero
+    if scheme.bits == 8:
+        return (zero.short() + 128).to(torch.uint8)
+    return nf.unpack_codes(zero.t().contiguous().view(torch.uint8), 4).t()[:rows].contiguous()
+
+
+def scale_shape(scheme: Scheme, shape: tuple[int, int]) -> tuple[int, int]:
+    rows, columns = shape
+    if scheme.format.startswith("fp8") and scheme.granularity != "channel":
+        return (1, 1) if scheme.granularity == "tensor" else (-(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK))
+    return rows, columns // (scheme.group or columns)
+
+
+def _check(name: str, tensor: Tensor, shape: tuple[int, int]) -> None:
+    if tuple(tensor.shape) != shape:
+        raise CheckpointError(f"tensor {name} has shape {tuple(tensor.shape)}, its config says {shape}")
+
+
+def config_group(scheme: Scheme, targets: list[str]) -> dict[str, Any]:
+    """One entry of config_groups."""
+    strategy = "group" if scheme.group else "channel"
+    if scheme.format.startswith("fp8"):
+        strategy = scheme.granularity
+    if scheme.format == "nvfp4":
+        strategy = "tensor_group"
+    weights = {
+        "num_bits": scheme.bits,
+        "type": "int" if scheme.format.startswith("int") else "float",
+        "symmetric": scheme.symmetric,
+        "strategy": strategy,
+        "group_size": scheme.group,
+        "block_structure": [FP8_BLOCK, FP8_BLOCK] if strategy == "block" else None,
+        "dynamic": False,
+    }
+    inputs = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+    return {
+        "targets": targets,
+        "weights": weights,
+        "input_activations": inputs if scheme.dynamic else None,
+        "format": FORMAT.get(scheme.format, OWN) if not scheme.name.startswith("hqq") else OWN,
+        "minillm_scheme": scheme.format,
+    }
+
+
+def scheme_of(group: Mapping[str, Any]) -> Scheme:
+    """The Scheme that an entry of config_groups describes. Raises CheckpointError for one that minillm cannot read."""
+    weights = group.get("weights")
+    if not isinstance(weights, Mapping):
+        raise CheckpointError("a config group of quantization_config has no weights; minillm reads quantized weights")
+    bits, kind, strategy = (weights.get(name) for name in ("num_bits", "type", "strategy"))
+    size, symmetric = weights.get("group_size"), weights.get("symmetric", True) is not False
+    own = group.get("minillm_scheme")
+    form = own if own in (*FORMAT, "int3", "ternary") else {("int", 8): "int8", ("int", 4): "int4",
+                                                            ("float", 8): "fp8"}.get((kind, bits))  # fmt: skip
+    if own is None and (kind, bits) == ("float", 4):
+        form = {16: "nvfp4", 32: "mxfp4"}.get(size)
+    if form is None or strategy not in ("group", "channel", "tensor", "block", "tensor_group"):
+        raise CheckpointError(f"quantized weights of {short(dict(weights), 120)} are not supported")
+    granularity = strategy if form.startswith("fp8") else "channel"
+    grouped = size if strategy in ("group", "tensor_group") and isinstance(size, int) and size > 0 else None
+    name = form + (f"-g{grouped}" if grouped and form.startswith("int") else "") + ("" if symmetric else "-asym")
+    dynamic = isinstance(group.get("input_activations"), Mapping) and form == "int8" and grouped is None
+    return Scheme(name, form, group=grouped, symmetric=symmetric, dynamic=dynamic, granularity=granularity)
+
+
+class CompressedTensors(Mapping):
+    """A safetensors folder whose `X.weight` of quantized modules is a QuantizedWeight.
+
+    files: a mapping with `raw(name)`, tensors as stored. Raises CheckpointError for a convention it does not know.
+    """
+
+    def __init__(self, files, quantization: Mapping[str, Any]) -> None:
+        if not isinstance(quantization, Mapping):
+            raise CheckpointError("quantization_config is not an object; download the config again")
+        if quantization.get("quant_method") != "compressed-tensors":
+            method = short(repr(quantization.get("quant_method")))
+            raise CheckpointError(f"quant_method {method} is not supported; minillm reads compressed-tensors")
+        groups = quantization.get("config_groups")
+        if not isinstance(groups, Mapping) or not groups:
+            raise CheckpointError("quantization_config has no config_groups; download the model again")
+        self.files = files
+        self._groups = [(list(group.get("targets", [])), scheme_of(group)) for group in groups.values()]
+        modules = [name.removesuffix(".weight_scale") for name in files if name.endswith(".weight_scale")]
+        self._schemes = {module: self._scheme(module) for module in modules}
+        hidden = {f"{module}.{suffix}" for module in modules for suffix in SUFFIXES}
+        self._names = [n for n in files if n not in hidden] + [f"{module}.weight" for module in modules]
+
+    def _scheme(self, module: str) -> Scheme:
+        named = (lambda t: t == module, lambda t: t[:3] == "re:" and re.match(t[3:], module), lambda t: t == "Linear")
+        for fits in named:
+            for targets, scheme in self._groups:
+                if any(fits(target) for target in targets if isinstance(target, str)):
+                    return scheme
+        raise CheckpointError(f"{module} is quantized and no config group names it; download the model again")
+
+    @property
+    def summary(self) -> str:
+        """The format of most matrices, in a word."""
+        names = [scheme.name for scheme in self._schemes.values()]
+        return max(sorted(set(names)), key=names.count)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __getitem__(self, name: str):
+        module = name.removesuffix(".weight")
+        if module not in self._schemes or module == name:
+            return self.files[name]
+        scheme = self._schemes[module]
+        stored = {suffix: f"{module}.{suffix}" for suffix in SUFFIXES}
+        part = {suffix: self.files.raw(full) for suffix, full in stored.items() if full in self.files}
+        return weight_from(scheme, self._shape(scheme, part), part, module)
+
+    @staticmethod
+    def _shape(scheme: Scheme, part: Mapping[str, Tensor]) -> tuple[int, int]:
+        if "weight_shape" in part:
+            rows, columns = part["weight_shape"].tolist()
+            return rows, columns
+        stored = part.get("weight", part.get("weight_packed"))
+        if stored is None or stored.dim() != 2:
+            return (0, 0)  # weight_from says what is missing
+        return stored.shape[0], stored.shape[1] * 8 // scheme.bits
