@@ -42,11 +42,8 @@ def save_quantized(
     if not schemes:
         raise QuantizationError("the model is not quantized; call quantize_(model, scheme) first")
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(
-        {name: t.clone(memory_format=torch.contiguous_format) for name, t in tensors.items()},
-        folder / "model.safetensors",
-        {"format": "pt"},
-    )
+    whole = {name: t.clone(memory_format=torch.contiguous_format) for name, t in tensors.items()}  # none shares memory
+    save_file(whole, folder / "model.safetensors", {"format": "pt"})
     (folder / "config.json").write_text(json.dumps(_config(model, schemes), indent=2), encoding="utf-8")
     if tokenizer is not None:
         save_tokenizer(tokenizer, folder)

@@ -12,8 +12,8 @@ import torch
 
 import minillm.analysis
 from minillm import checkpoint, cli
-from minillm.cli import bench, measure, workload
 from minillm.analysis.quality import TEXT, compare_to_float32, kl_divergence, loss, step_logits
+from minillm.cli import bench, measure, workload
 from minillm.cli.transformers_engine import TransformersEngine
 from minillm.generate import generate
 from minillm.kv_cache import NoCache
