@@ -62,6 +62,13 @@ class ModelConfig:
     n_shared_experts: int = 0
     shared_expert_intermediate_size: int = 0  # of Qwen3-Next's one shared expert, which a gate of its own scales
     first_k_dense_replace: int = 0  # the first k layers stay dense (DeepSeek-V3: 3)
+    mlp_only_layers: tuple[int, ...] = ()  # dense among expert layers
+    decoder_sparse_step: int = 1  # every so many-th layer has experts
+    scoring_func: str = "softmax"
+    norm_topk_prob: bool = True  # the chosen experts' weights are made to sum to 1
+    n_group: int = 1  # experts are chosen within the best topk_group of so many groups
+    topk_group: int = 1
+    routed_scaling_factor: float = 1.0
     # multi-head latent attention
     q_lora_rank: int | None = None
     kv_lora_rank: int | None = None  # set means MLA
@@ -220,6 +227,22 @@ def _validate(c: ModelConfig) -> None:
         _validate_hybrid(c)
     if c.is_moe and not 0 < c.num_experts_per_tok <= c.num_experts:
         raise ConfigError(f"num_experts_per_tok {c.num_experts_per_tok} must lie between 1 and {c.num_experts}")
+    if c.is_moe:
+        _validate_routing(c)
+
+
+def _validate_routing(c: ModelConfig) -> None:
+    check_range("decoder_sparse_step", c.decoder_sparse_step, _LIMIT - 1)
+    check_range("n_group", c.n_group, c.num_experts)
+    check_range("topk_group", c.topk_group, c.n_group)
+    if c.num_experts % c.n_group:
+        raise ConfigError(f"{c.num_experts} experts cannot be divided into n_group {c.n_group} groups of one size")
+    reachable = c.topk_group * (c.num_experts // c.n_group)
+    if c.num_experts_per_tok > reachable:
+        raise ConfigError(
+            f"num_experts_per_tok {c.num_experts_per_tok} exceeds the {reachable} experts that "
+            f"topk_group {c.topk_group} groups hold"
+        )
 
 
 def _validate_hybrid(c: ModelConfig) -> None:

@@ -61,6 +61,8 @@ def read_fields(raw: Mapping[str, Any], model_type: str) -> dict[str, Any]:
         "eos_token_ids": _ids(raw.get("eos_token_id")),
         "bos_token_id": raw.get("bos_token_id"),
     }
+    if values["num_experts"]:
+        values.update(_routing(raw, model_type))
     values["layer_types"] = _layer_types(raw, model_type, layers, values["sliding_window"])
     if model_type == "qwen3_next":
         values.update(_hybrid(raw))
@@ -83,15 +85,31 @@ def _hybrid(raw: Mapping[str, Any]) -> dict[str, Any]:
     rope = raw.get("rope_parameters") or {}
     share = {"partial_rotary_factor": rope.get("partial_rotary_factor", raw.get("partial_rotary_factor"))}
     values["partial_rotary_factor"] = _number(share, "partial_rotary_factor", 0.25)
-    dense = raw.get("mlp_only_layers") or []
-    if not isinstance(dense, list | tuple) or any(isinstance(i, bool) or not isinstance(i, int) for i in dense):
-        raise ConfigError(f"mlp_only_layers is {short(repr(dense))}; it must be a list of layer numbers")
-    values["mlp_only_layers"] = tuple(dense)
-    values["decoder_sparse_step"] = _integer(raw, "decoder_sparse_step", 1)
-    check_range("decoder_sparse_step", values["decoder_sparse_step"], _MOST_LAYERS)
     if raw.get("num_experts"):
         values["shared_expert_intermediate_size"] = _integer(raw, "shared_expert_intermediate_size", 512)
         check_range("shared_expert_intermediate_size", values["shared_expert_intermediate_size"], 1 << 31)
+    return values
+
+
+def _routing(raw: Mapping[str, Any], model_type: str) -> dict[str, Any]:
+    """Which layers have experts and how these are chosen, with each family's own defaults. A key that a family does not
+    read is left alone: Mixtral always makes weights sum to 1."""
+    values: dict[str, Any] = {}
+    if model_type in {"deepseek_v3", "kimi_k2"}:
+        if (scoring := raw.get("scoring_func") or "sigmoid") != "sigmoid":
+            raise ConfigError(f"scoring_func is {short(repr(scoring))}; {model_type} chooses its experts by sigmoid")
+        defaults = (8, 4, 2.5) if model_type == "deepseek_v3" else (1, 1, 1.0)
+        values["n_group"] = _integer(raw, "n_group", defaults[0])
+        values["topk_group"] = _integer(raw, "topk_group", defaults[1])
+        values["routed_scaling_factor"] = _number(raw, "routed_scaling_factor", defaults[2])
+        values |= {"scoring_func": "sigmoid", "norm_topk_prob": bool(raw.get("norm_topk_prob", True))}
+    if model_type == "qwen3_moe":
+        values["norm_topk_prob"] = bool(raw.get("norm_topk_prob", False))
+        dense = raw.get("mlp_only_layers") or []
+        if not isinstance(dense, list | tuple) or any(isinstance(i, bool) or not isinstance(i, int) for i in dense):
+            raise ConfigError(f"mlp_only_layers is {short(repr(dense))}; it must be a list of layer numbers")
+        values["mlp_only_layers"] = tuple(dense)
+        values["decoder_sparse_step"] = _integer(raw, "decoder_sparse_step", 1)
     return values
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from .backend import step_class
 from .delta_state import move_states
 from .errors import EngineError
+from .moe import with_experts
 from .pace import Pace
 from .paging import PagedCache, SequenceStep, StepMetadata, move_blocks
 from .request import Request
@@ -51,6 +52,8 @@ class ModelRunner:
         budget: int = 512,
         num_state_slots: int = 0,
     ) -> None:
+        if batch_invariant:  # an expert's rows would otherwise be as many as chose it
+            model = with_experts(model, "fixed")
         self.model, self.block_size, self.batch_invariant = model, block_size, batch_invariant
         dtype = cache_dtype(model, kv_cache_dtype)
         steps = step_class(model)

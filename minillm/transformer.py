@@ -9,11 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .attention import Attention
-from .config import DENSE, HYBRID, LATENT, ModelConfig
+from .config import DENSE, EXPERTS, HYBRID, ModelConfig
 from .errors import CheckpointError, ConfigError, short
 from .hybrid import hybrid_attention
 from .layers import RMSNorm, Rotary, SwiGLU, region
 from .mla import latent_attention
+from .moe_loading import experts_from
 from .packing import Weight, as_float, linear_maker
 
 
@@ -94,14 +95,15 @@ class Transformer(nn.Module):
 
     def linears(self) -> list[nn.Module]:
         """Every weight matrix that a decode step multiplies by, head included."""
-        per_block = [(*b.attention.linears(), b.mlp.gate_up_proj, b.mlp.down_proj) for b in self.blocks]
-        return [layer for block in per_block for layer in block] + [self.lm_head]
+        return [module for module in self.modules() if hasattr(module, "weight_bytes")]
 
-    def decode_bytes(self) -> int:
-        """Weight bytes that one decode step reads: each matrix once, each norm once, one row of the embedding."""
+    def decode_bytes(self, tokens: int = 1) -> int:
+        """Weight bytes that a decode step of `tokens` sequences reads: each matrix once, each norm once, a row of the
+        embedding a token. Of experts those that are expected to be chosen by someone: exact for one token."""
         norms = sum(m.weight.nbytes for m in self.modules() if isinstance(m, RMSNorm))
         row = self.embedding.nbytes // self.embedding.shape[0]
-        return sum(layer.weight_bytes for layer in self.linears()) + norms + row
+        idle = sum(layer.idle_bytes(tokens) for layer in self.modules() if hasattr(layer, "idle_bytes"))
+        return sum(layer.weight_bytes for layer in self.linears()) - round(idle) + norms + tokens * row
 
 
 def from_tensors(config: ModelConfig, tensors: Mapping[str, Weight], make_linear=None) -> Transformer:
@@ -111,13 +113,11 @@ def from_tensors(config: ModelConfig, tensors: Mapping[str, Weight], make_linear
     in float32. Raises CheckpointError for a missing, surplus or
     misshapen tensor, ConfigError for an architecture that minillm sizes but does not run.
     """
-    runs = DENSE | LATENT | HYBRID
+    runs = DENSE | EXPERTS | HYBRID
     if config.model_type not in runs:
         raise ConfigError(
             f"model_type {config.model_type!r} can be sized but not run yet; minillm runs {', '.join(sorted(runs))}"
         )
-    if expert := [i for i in range(config.num_hidden_layers) if config.is_expert_layer(i)]:
-        raise ConfigError(f"layer {expert[0]} holds experts, which can be sized but not run yet")
     make_linear = make_linear or linear_maker("float32", int4_codes=False)[0]
     taken = _Taken(tensors, config)
     embedding = as_float(taken("model.embed_tokens.weight", (config.vocab_size, config.hidden_size)))
@@ -167,10 +167,14 @@ def _block(config: ModelConfig, layer: int, taken: _Taken, make_linear) -> Block
         )
 
     gate_up = {"mlp.gate_proj": c.intermediate_size, "mlp.up_proj": c.intermediate_size}
-    mlp = SwiGLU(
-        linear(gate_up, c.hidden_size, c.mlp_bias),
-        linear({"mlp.down_proj": c.hidden_size}, c.intermediate_size, c.mlp_bias),
-    )
+
+    def dense() -> SwiGLU:
+        return SwiGLU(
+            linear(gate_up, c.hidden_size, c.mlp_bias),
+            linear({"mlp.down_proj": c.hidden_size}, c.intermediate_size, c.mlp_bias),
+        )
+
+    mlp = experts_from(c, layer, taken, make_linear) if c.is_expert_layer(layer) else dense()
     return Block(
         norm("input_layernorm", c.hidden_size), attention(), norm("post_attention_layernorm", c.hidden_size), mlp
     )
@@ -186,6 +190,9 @@ class _Taken:
         guessing = range(config.num_hidden_layers, config.num_hidden_layers + config.num_nextn_predict_layers)
         unread = tuple(f"model.layers.{layer}." for layer in guessing)
         self.left = {name for name in tensors if not name.startswith(unread)}
+
+    def has(self, name: str) -> bool:
+        return name in self.left
 
     def optional(self, name: str, shape: tuple[int, ...]) -> Weight | None:
         return self(name, shape) if name in self.left else None

@@ -82,7 +82,7 @@ def test_half_precision_files_load_as_their_values(folder):
         (lambda f: (f / "config.json").write_text("{"), ConfigError, "not a readable JSON file"),
         (lambda f: (f / "config.json").write_text("[1]"), ConfigError, "holds list, not a JSON object"),
         (lambda f: change_config(f, model_type="mamba"), ConfigError, "model_type 'mamba' is not supported"),
-        (lambda f: change_config(f, model_type="mixtral", num_local_experts=4, num_experts_per_tok=2), ConfigError,
+        (lambda f: change_config(f, model_type="gpt_oss", num_local_experts=4, num_experts_per_tok=2), ConfigError,
          "can be sized but not run yet"),
         (lambda f: change_config(f, hidden_size=-3), ConfigError, "hidden_size is -3; it must lie between 1"),
         (lambda f: change_config(f, hidden_size="big"), ConfigError, "hidden_size is 'big'; it must be a whole number"),

@@ -30,6 +30,9 @@ LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_he
           "linear_conv_kernel_dim": 4, "num_hidden_layers": 4, "mlp_only_layers": [0, 1, 2, 3],
           "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}}  # fmt: skip
 HALVED = {"linear_num_value_heads": 2, "linear_conv_kernel_dim": 3}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "norm_topk_prob": True}
+GROUPED = {"first_k_dense_replace": 1, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
+           "n_shared_experts": 2, "n_group": 4, "topk_group": 2}  # fmt: skip
 
 # name -> (class name, what it adds to SHAPE)
 FAMILIES = {
@@ -50,9 +53,16 @@ FAMILIES = {
         {**LATENT, "q_lora_rank": None, "rope_parameters": LATENT_YARN, "rms_norm_eps": 1e-2, "attention_bias": True},
     ),
     "deepseek-halves": ("DeepseekV3", {**LATENT, "q_lora_rank": 24, "rope_interleave": False}),
+    "deepseek-experts": ("DeepseekV3", {**LATENT, **GROUPED, "q_lora_rank": 24}),
     "qwen3": ("Qwen3", {}),
     "qwen3-next": ("Qwen3Next", LINEAR),
     "qwen3-next-bias": ("Qwen3Next", {**LINEAR, "attention_bias": True, "full_attention_interval": 2, **HALVED}),
+    "mixtral": ("Mixtral", {"num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": None}),
+    "qwen3-moe": ("Qwen3Moe", EXPERTS),
+    "qwen3-moe-some": (
+        "Qwen3Moe",
+        {**EXPERTS, "norm_topk_prob": False, "mlp_only_layers": [3], "decoder_sparse_step": 2, "num_hidden_layers": 5},
+    ),
     "qwen3-tied": ("Qwen3", {"tie_word_embeddings": True, "attention_bias": True}),
 }
 # what minillm adds to a family and transformers has not: keys that it writes into config.json and does not read
@@ -74,6 +84,9 @@ def make(name: str, seed: int = 0, **changes):
                 parameter.add_(torch.randn_like(parameter) * 0.2)
             else:
                 parameter.mul_(3)  # attention far from uniform
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(torch.randn_like(buffer) * 0.3)
     return model
 
 

@@ -175,10 +175,13 @@ def _row(name: str, durations: Sequence[float], prediction: Prediction | None) -
 
 
 def _merged(costs: Iterable[OpCost], measured: set[str]) -> list[OpCost]:
-    """The cache writes inside `attend`, so where the model has no region of that name its cost is attention's."""
+    """The cache writes inside `attend`, so where the model has no region of that name its cost is attention's; and
+    where all layers have experts, SwiGLU runs inside theirs."""
     ops = {op.name: op for op in costs}
     if "kv_write" in ops and "kv_write" not in measured and "attention" in ops:
         ops["attention"] += ops.pop("kv_write")
+    if "swiglu" in ops and "swiglu" not in measured and "experts" in ops:
+        ops["experts"] += ops.pop("swiglu")
     return list(ops.values())
 
 
