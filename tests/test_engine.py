@@ -22,13 +22,22 @@ def qwen3(tmp_path_factory):
     return make_tiny("qwen3", tmp_path_factory)
 
 
-FAMILIES = ["qwen3", "mistral-window", "qwen2-sinks", "deepseek", "mistral-sinks", "qwen3-next"]
+FAMILIES = [
+    "qwen3",
+    "mistral-window",
+    "qwen2-sinks",
+    "deepseek",
+    "mistral-sinks",
+    "qwen3-next",
+    "mixtral",
+    "deepseek-experts",
+]
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def pair(request, tmp_path_factory):
-    """No window, all layers with one, some; one latent for keys and values; a window and the first tokens; and most
-    layers with a state instead of a cache."""
+    """No window, all layers with one, some; one latent for keys and values; a window and the first tokens; most
+    layers with a state instead of a cache; experts, without and with a latent."""
     return make_tiny(request.param, tmp_path_factory)
 
 
