@@ -148,7 +148,7 @@ def grouped(x: Tensor, routing: Routing, experts: nn.Module) -> Tensor:
         if count:
             y[order[start : start + count]] = experts[e](rows[start : start + count])
             start += count
-    return combine(y.view(tokens, k, -1), routing.weights)
+    return combine(y.view(tokens, k, x.shape[-1]), routing.weights)
 
 
 def fixed(x: Tensor, routing: Routing, experts: nn.Module) -> Tensor:

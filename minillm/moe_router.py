@@ -119,7 +119,7 @@ def mask_groups(ranked: Tensor, groups: int, top_groups: int) -> Tensor:
 
     Experts of one group lie on one node, so this bounds the nodes that a token is sent to: DeepSeek-V3, section 2.1.2.
     """
-    grouped = ranked.unflatten(-1, (groups, -1))  # (T, groups, E / groups)
+    grouped = ranked.unflatten(-1, (groups, ranked.shape[-1] // groups))  # (T, groups, E / groups)
     best = grouped.topk(min(2, grouped.shape[-1]), dim=-1).values.sum(-1)  # (T, groups)
     chosen = torch.zeros_like(best, dtype=torch.bool).scatter_(1, best.topk(top_groups, dim=-1).indices, True)
     return grouped.masked_fill(~chosen[..., None], -math.inf).flatten(1)

@@ -7,16 +7,20 @@ kernel each; matrices stay with cuBLAS, which is hard to beat at 16 bits.
 
 from __future__ import annotations
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from kernels.embedding import embedding
+from kernels.moe_gemm import moe_layer
 from kernels.rms_norm import rms_norm
 from kernels.rotary import rotary
 from kernels.swiglu import swiglu
 
 from .attention import Attention
-from .layers import RMSNorm, SwiGLU, region
+from .layers import Linear, RMSNorm, SwiGLU, region
 from .mla import LatentAttention
+from .moe import ExpertLayer
+from .moe_router import Routing
 from .transformer import Block, Transformer
 
 
@@ -49,6 +53,39 @@ class TritonAttention(Attention):
 
 class TritonLatentAttention(LatentAttention):
     rotate = staticmethod(turn)
+
+
+class TritonExpertLayer(ExpertLayer):
+    """All chosen experts in two grouped matmuls; other executions, and weights in other layouts, stay with torch."""
+
+    def compute(self, x: Tensor, routing: Routing) -> Tensor:
+        weights = stacked_weights(self.experts) if self.execution == "grouped" else None
+        if weights is None:
+            return super().compute(x, routing)
+        return moe_layer(x, *weights, routing.experts, routing.weights, backend="triton")
+
+
+def stacked_weights(experts: nn.Module) -> tuple[Tensor, Tensor] | None:
+    """gate_up (E, 2f, d) and down (E, d, f), of which each expert's weights become views, so that they are held once.
+
+    None for a list whose matrices are not plain ones.
+    """
+    if not isinstance(experts, nn.ModuleList):
+        return None
+    matrices = [[e.gate_up_proj for e in experts], [e.down_proj for e in experts]]
+    if any(type(m) is not Linear or m.bias is not None for column in matrices for m in column):
+        return None
+    stacks = getattr(experts, "stacks", None)
+    if stacks is None or any(s.data_ptr() != c[0].weight.data_ptr() for s, c in zip(stacks, matrices, strict=True)):
+        stacks = experts.stacks = tuple(_stack(column) for column in matrices)
+    return stacks
+
+
+def _stack(matrices: list[Linear]) -> Tensor:
+    stack = torch.stack([m.weight.data for m in matrices])
+    for m, mine in zip(matrices, stack.unbind(), strict=True):
+        m.weight.data = mine
+    return stack
 
 
 class TritonBlock(Block):
@@ -88,6 +125,7 @@ CLASSES = {
     RMSNorm: TritonRMSNorm,
     SwiGLU: TritonSwiGLU,
     Attention: TritonAttention,
+    ExpertLayer: TritonExpertLayer,
     LatentAttention: TritonLatentAttention,
     Block: TritonBlock,
     Transformer: TritonTransformer,

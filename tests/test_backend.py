@@ -91,13 +91,13 @@ def test_triton_on_the_cpu_is_refused_before_anything_is_loaded(monkeypatch, tmp
 # --- the model ---
 
 
-FAMILIES = ["qwen3", "mistral-window", "qwen2-window", "deepseek", "mistral-sinks", "qwen3-next-bias"]
+FAMILIES = ["qwen3", "mistral-window", "qwen2-window", "deepseek", "mistral-sinks", "qwen3-next-bias", "mixtral"]
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def pair(request, tmp_path_factory):
     """(the torch model, tokenizer): no window, all layers with one, some; a latent; a window and the first tokens; a
-    state in every second layer."""
+    state in every second layer; experts."""
     return _tiny(request.param, tmp_path_factory)
 
 

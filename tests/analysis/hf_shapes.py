@@ -61,6 +61,16 @@ HF_CONFIGS = {
         shared_expert_intermediate_size=28,
         mlp_only_layers=[1],
     ),
+    "qwen3_moe in some layers": _with(
+        Qwen3MoeConfig,
+        head_dim=16,
+        num_hidden_layers=5,
+        num_experts=6,
+        num_experts_per_tok=3,
+        moe_intermediate_size=20,
+        mlp_only_layers=[3],
+        decoder_sparse_step=2,
+    ),
     "deepseek_v3": _with(
         DeepseekV3Config,
         **_MLA,

@@ -1,0 +1,190 @@
+"""Promise: what surrounds an expert layer does what it says: balance, capacity, counts, the cache of experts."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+from minillm import moe_measure, moe_router
+from minillm.analysis import distinct_experts
+from minillm.errors import ConfigError, EngineError
+from minillm.moe import EXECUTIONS, recorded_loads, with_experts
+from minillm.moe_offload import offload_experts
+from minillm.moe_router import DROPPED, RouterSettings, Routing, auxiliary_loss, choose, drop_above
+from minillm.packing import PackedLinear, linear_maker
+from tests.moe_layers import (
+    E,
+    rows,
+    small_layer,
+)
+
+# --- balance and capacity ---
+
+
+def test_auxiliary_loss_equals_transformers_and_is_one_when_even():
+    logits = torch.randn(60, E, generator=torch.Generator().manual_seed(3))
+    routing = choose(logits, RouterSettings(E, 2))
+    theirs = load_balancing_loss_func((logits,), E, 2)
+    assert auxiliary_loss(routing) == pytest.approx(theirs.item() / 2, rel=1e-5)  # they count k choices as k
+    even = Routing(torch.arange(E)[:, None], torch.ones(E, 1), torch.full((E, E), 1 / E))
+    assert auxiliary_loss(even) == pytest.approx(1)
+    one = Routing(torch.zeros(E, 1, dtype=torch.long), torch.ones(E, 1), torch.eye(E)[:1].expand(E, -1))
+    assert auxiliary_loss(one) == pytest.approx(E)
+
+
+def test_the_correction_moves_against_the_load():
+    correction = moe_router.balanced_correction(torch.zeros(4), torch.tensor([10, 0, 4, 2]), 0.5)
+    assert correction.tolist() == [-0.5, 0.5, 0.0, 0.5]
+
+
+def test_balancing_by_the_correction_alone_evens_a_skewed_router():
+    favour = torch.linspace(1, -1, 16)
+
+    def logits(step):
+        return torch.randn(256, 16, generator=torch.Generator().manual_seed(step)) + favour
+
+    correction, imbalance = moe_measure.balance(logits, RouterSettings(16, 2, "sigmoid"), 300, 0.005)
+    assert imbalance[0] > 2
+    assert sum(imbalance[-20:]) / 20 < 1.4
+    assert correction[0] < 0 < correction[-1]
+
+
+@settings(max_examples=40, deadline=None)
+@given(tokens=st.integers(1, 30), k=st.integers(1, 4), room=st.integers(0, 12), seed=st.integers(0, 99))
+def test_capacity_seats_first_choices_first(tokens, k, room, seed):
+    routing = choose(torch.randn(tokens, 6, generator=torch.Generator().manual_seed(seed)), RouterSettings(6, k))
+    seated, want = dict.fromkeys(range(6), 0), torch.full((tokens, k), DROPPED)
+    for j in range(k):
+        for t in range(tokens):
+            expert = routing.experts[t, j].item()
+            if seated[expert] < room:
+                seated[expert] += 1
+                want[t, j] = expert
+    kept = drop_above(routing, room)
+    assert torch.equal(kept.experts, want)
+    assert torch.equal(kept.weights, routing.weights)
+
+
+def test_dropped_choices_are_counted():
+    layer = with_experts(small_layer(), capacity_factor=0.5)
+    with recorded_loads(layer) as loads:
+        layer(rows(40))
+    (load,) = loads
+    assert load.counts.max() <= math.ceil(0.5 * 40 * 2 / 5)
+    assert load.dropped == 80 - load.counts.sum() > 0
+
+
+# --- what a step is told to have done ---
+
+
+def test_loads_of_a_step():
+    layer = small_layer()
+    with recorded_loads(layer) as loads, recorded_loads(layer) as also:
+        with_experts(layer, "loop")(rows(30))  # a copy is heard too
+    layer(rows(3))
+    assert len(loads) == len(also) == 1
+    chosen = layer.route(rows(30)).experts
+    assert loads[0].counts.tolist() == [(chosen == e).sum().item() for e in range(5)]
+    assert (loads[0].tokens, loads[0].distinct, loads[0].dropped) == (30, len(chosen.unique()), 0)
+    assert loads[0].imbalance == pytest.approx(loads[0].counts.max().item() / 12)
+    assert moe_measure.straggler(torch.tensor([4, 0, 1, 1]), 2) == pytest.approx(4 / 3)
+    assert moe_measure.straggler(torch.tensor([2, 2, 2, 2]), 4) == 1
+
+
+@pytest.mark.parametrize(("num_experts", "k"), [(8, 2), (64, 6), (256, 8)])
+def test_distinct_experts_follow_the_formula_when_choices_are_even(num_experts, k):
+    for row in moe_measure.distinct_of_choices([1, 4, 16, 64], num_experts, k, trials=200):
+        assert row.formula == distinct_experts(num_experts, k, row.tokens)
+        assert row.measured == pytest.approx(row.formula, rel=0.03)
+    skewed = moe_measure.distinct_of_choices([16], num_experts, k, skew=1.0)[0]
+    assert skewed.measured < skewed.formula
+
+
+def test_distinct_experts_of_loads_are_grouped_by_the_step_size():
+    layer = small_layer()
+    with recorded_loads(layer) as loads:
+        for tokens in (1, 1, 7):
+            layer(rows(tokens, seed=tokens))
+    single, seven = moe_measure.distinct_of_loads(loads, 2)
+    assert (single.tokens, single.formula, single.measured) == (1, pytest.approx(2), 2)
+    assert (seven.tokens, seven.measured) == (7, loads[-1].distinct)
+
+
+def test_executions_are_timed_side_by_side():
+    times = moe_measure.time_executions(small_layer(), 8, rounds=3)
+    assert set(times.seconds) == set(EXECUTIONS)
+    assert times.speedup > 0
+
+
+# --- offloading ---
+
+
+@torch.inference_mode()
+@settings(max_examples=25, deadline=None)
+@given(slots=st.integers(1, 12), sizes=st.lists(st.integers(1, 6), min_size=1, max_size=8))
+def test_offloaded_experts_compute_the_same_and_count_as_a_plain_lru(slots, sizes):
+    layers = nn.ModuleList([small_layer(seed=i) for i in range(2)])
+    for i, layer in enumerate(layers):
+        layer.layer = i
+    want = [[layer(rows(n, seed=n)) for layer in layers] for n in sizes]
+    cache = offload_experts(layers, slots)
+    lru, hits, misses = OrderedDict(), 0, 0
+    for n, results in zip(sizes, want, strict=True):
+        for i, layer in enumerate(layers):
+            assert torch.equal(layer(rows(n, seed=n)), results[i])
+            for e in sorted(layer.route(rows(n, seed=n)).experts.unique().tolist()):
+                hits, misses = hits + ((i, e) in lru), misses + ((i, e) not in lru)
+                lru[i, e] = True
+                lru.move_to_end((i, e))
+                if len(lru) > slots:
+                    lru.popitem(last=False)
+    assert (cache.counts.hits, cache.counts.misses) == (hits, misses)
+    assert cache.resident == list(lru)
+    one = layers[0].experts.host[0].weight_size
+    assert cache.counts.copied_bytes == misses * one
+    assert cache.device_bytes == len(lru) * one
+    assert cache.counts.evictions == misses - len(lru)
+
+
+def test_what_cannot_be_offloaded_is_one_clear_error():
+    with pytest.raises(EngineError, match="has no experts"):
+        offload_experts(nn.Linear(2, 2), 3)
+    with pytest.raises(EngineError, match="resident_experts is 0"):
+        offload_experts(small_layer(), 0)
+    layer = small_layer()
+    offload_experts(layer, 2)
+    with pytest.raises(EngineError, match="offloaded already"):
+        offload_experts(layer, 2)
+
+
+def test_packed_experts_are_not_offloaded():
+    layer = small_layer()
+    make_linear, layout = linear_maker("float16", False)
+    for expert in layer.experts:
+        expert.down_proj = make_linear([expert.down_proj.weight.data], None)
+    assert isinstance(layer.experts[0].down_proj, PackedLinear) == (layout != "float32")
+    with pytest.raises(
+        EngineError, match="stored as Linear, PackedLinear cannot be offloaded; load with dtype float32"
+    ):
+        offload_experts(layer, 2)
+
+
+# --- bad input ---
+
+
+def test_options_that_cannot_be_are_refused():
+    layer = small_layer()
+    with pytest.raises(ConfigError, match="execution 'fast' is not known; choose one of loop, grouped, fixed"):
+        with_experts(layer, "fast")
+    for factor in (0, -1, math.nan, math.inf):
+        with pytest.raises(ConfigError, match="capacity_factor is"):
+            with_experts(layer, capacity_factor=factor)
+    with pytest.raises(EngineError, match="drop tokens by who else is there"):
+        with_experts(with_experts(layer, capacity_factor=1.0), "fixed")
