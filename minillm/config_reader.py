@@ -103,8 +103,8 @@ def _routing(raw: Mapping[str, Any], model_type: str) -> dict[str, Any]:
         values["topk_group"] = _integer(raw, "topk_group", defaults[1])
         values["routed_scaling_factor"] = _number(raw, "routed_scaling_factor", defaults[2])
         values |= {"scoring_func": "sigmoid", "norm_topk_prob": bool(raw.get("norm_topk_prob", True))}
-    if model_type == "qwen3_moe":
-        values["norm_topk_prob"] = bool(raw.get("norm_topk_prob", False))
+    if model_type in {"qwen3_moe", "qwen3_next"}:
+        values["norm_topk_prob"] = bool(raw.get("norm_topk_prob", model_type == "qwen3_next"))
         dense = raw.get("mlp_only_layers") or []
         if not isinstance(dense, list | tuple) or any(isinstance(i, bool) or not isinstance(i, int) for i in dense):
             raise ConfigError(f"mlp_only_layers is {short(repr(dense))}; it must be a list of layer numbers")

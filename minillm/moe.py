@@ -142,12 +142,10 @@ def grouped(x: Tensor, routing: Routing, experts: nn.Module) -> Tensor:
     tokens, k = routing.experts.shape
     order, counts = sorted_pairs(routing.experts, len(experts))
     rows = x[order // k]  # (T · k, d), expert by expert
-    y = torch.zeros_like(rows)
-    start = 0
-    for e, count in enumerate(counts):
-        if count:
-            y[order[start : start + count]] = experts[e](rows[start : start + count])
-            start += count
+    parts = rows.split([*counts, tokens * k - sum(counts)])  # the last: what was dropped
+    found = [experts[e](part) if len(part) else part for e, part in enumerate(parts[:-1])]
+    y = torch.empty_like(rows)
+    y[order] = torch.cat([*found, torch.zeros_like(parts[-1])])
     return combine(y.view(tokens, k, x.shape[-1]), routing.weights)
 
 
