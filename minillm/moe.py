@@ -53,7 +53,7 @@ class SharedExpert(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.expert(x)
-        return y if self.gate is None else y * self.gate(x).sigmoid()
+        return y if self.gate is None else y * self.gate(x).sigmoid().to(y.dtype)
 
 
 @dataclass(frozen=True)

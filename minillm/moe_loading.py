@@ -13,9 +13,8 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 from .config import ModelConfig
-from .layers import Linear
 from .moe import Expert, ExpertLayer, SharedExpert
-from .moe_router import Router, RouterSettings
+from .moe_router import Gate, Router, RouterSettings
 from .packing import as_float
 
 _NAMES = {"block_sparse_moe": ("w1", "w3", "w2"), "mlp": ("gate_proj", "up_proj", "down_proj")}
@@ -77,4 +76,4 @@ class _Source:
         if not self.config.shared_expert_intermediate_size:
             return SharedExpert(self._expert("shared_experts.", _NAMES["mlp"], width))
         gate = self.taken(f"{self.prefix}shared_expert_gate.weight", (1, self.config.hidden_size))
-        return SharedExpert(self._expert("shared_expert.", _NAMES["mlp"], width), Linear(as_float(gate)))
+        return SharedExpert(self._expert("shared_expert.", _NAMES["mlp"], width), Gate(as_float(gate)))

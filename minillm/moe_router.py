@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from .config import ModelConfig
 from .errors import CheckpointError, ConfigError
-from .layers import Linear
 
 DROPPED = -1  # in place of an expert: this choice of the token is computed by nobody
 
@@ -77,6 +76,25 @@ class RouterSettings:
         )
 
 
+class Gate(nn.Module):
+    """x (T, d) -> x · weightᵀ (T, E) in float32. weight (E, d).
+
+    Not a Linear, so that nobody packs or quantizes it: it is a thousandth of its layer's bytes, and its rounding errors
+    change which experts are chosen.
+    """
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight, requires_grad=False)
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.weight.nbytes
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x.float(), self.weight.float())
+
+
 class Router(nn.Module):
     """x (T, d) -> Routing. weight (E, d); correction (E,) shifts the scores that the choice is made by, and only those.
 
@@ -92,12 +110,12 @@ class Router(nn.Module):
             if tensor is not None and not torch.isfinite(tensor).all():
                 raise CheckpointError(f"the router's {name} holds NaN or infinity; download the model again")
         self.settings = settings
-        self.gate = Linear(weight)
+        self.gate = Gate(weight)
         # a buffer: balancing moves it, gradients do not, and it stays float32 beside 16-bit weights
         self.register_buffer("correction", None if correction is None else correction.float())
 
     def forward(self, x: Tensor) -> Routing:
-        return choose(F.linear(x.float(), self.gate.weight.float()), self.settings, self.correction)
+        return choose(self.gate(x), self.settings, self.correction)
 
 
 def choose(logits: Tensor, settings: RouterSettings, correction: Tensor | None = None) -> Routing:

@@ -98,12 +98,14 @@ class Transformer(nn.Module):
         return [module for module in self.modules() if hasattr(module, "weight_bytes")]
 
     def decode_bytes(self, tokens: int = 1) -> int:
-        """Weight bytes that a decode step of `tokens` sequences reads: each matrix once, each norm once, a row of the
+        """Weight bytes that a decode step of `tokens` sequences reads: each matrix and each norm once, a row of the
         embedding a token. Of experts those that are expected to be chosen by someone: exact for one token."""
-        norms = sum(m.weight.nbytes for m in self.modules() if isinstance(m, RMSNorm))
+        matrices = self.linears()
+        elsewhere = {id(p) for matrix in matrices for p in matrix.parameters()} | {id(self.embedding)}
+        vectors = sum(p.nbytes for p in self.parameters() if id(p) not in elsewhere)
         row = self.embedding.nbytes // self.embedding.shape[0]
         idle = sum(layer.idle_bytes(tokens) for layer in self.modules() if hasattr(layer, "idle_bytes"))
-        return sum(layer.weight_bytes for layer in self.linears()) - round(idle) + norms + tokens * row
+        return sum(matrix.weight_bytes for matrix in matrices) - round(idle) + vectors + tokens * row
 
 
 def from_tensors(config: ModelConfig, tensors: Mapping[str, Weight], make_linear=None) -> Transformer:

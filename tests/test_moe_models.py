@@ -13,12 +13,13 @@ from minillm.errors import EngineError
 from minillm.kv_cache import ContiguousCache, NoCache
 from minillm.moe import expert_layers, recorded_loads, with_experts
 from minillm.moe_offload import offload_experts
+from minillm.quantization import quantize_
 from minillm.sampling import SamplingParams
 from tests import tiny
 from tests.moe_layers import relative
 from tests.serving import answers, expected, make_engine, make_tiny, run
 
-FAMILIES = ["mixtral", "qwen3-moe", "qwen3-moe-some", "deepseek-experts"]
+FAMILIES = ["mixtral", "qwen3-moe", "qwen3-moe-some", "deepseek-experts", "qwen3-next-experts"]
 GREEDY = {"temperature": 0, "ignore_eos": True}
 PROMPTS = [list(range(10, 30)), [40, 41, 42], list(range(60, 71))]
 
@@ -73,6 +74,18 @@ def test_executions_of_a_whole_model_agree_and_share_its_weights(pair, execution
 def test_a_dense_model_is_left_as_it_is(tmp_path_factory):
     model, _ = make_tiny("qwen3", tmp_path_factory)
     assert with_experts(model, "fixed") is model
+
+
+def test_quantizing_takes_the_experts_and_leaves_the_routers(tmp_path):
+    tiny.save("qwen3-next-experts", tmp_path)
+    exact, model = (checkpoint.load_model(tmp_path) for _ in range(2))
+    quantize_(model, "int8", exact=True)
+    x = torch.randn(20, 48, generator=torch.Generator().manual_seed(0))
+    for layer, other in zip(expert_layers(exact), expert_layers(model), strict=True):
+        assert torch.equal(other.router.gate.weight, layer.router.gate.weight)
+        assert torch.equal(other.shared.gate.weight, layer.shared.gate.weight)
+        assert 0 < relative(other(x), layer(x)) < 0.02
+    assert model.decode_bytes() < exact.decode_bytes() * 0.6
 
 
 # --- in the engine; any schedule, and bits in exact mode, are in test_engine.py ---

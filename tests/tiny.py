@@ -56,6 +56,10 @@ FAMILIES = {
     "deepseek-experts": ("DeepseekV3", {**LATENT, **GROUPED, "q_lora_rank": 24}),
     "qwen3": ("Qwen3", {}),
     "qwen3-next": ("Qwen3Next", LINEAR),
+    "qwen3-next-experts": (
+        "Qwen3Next",
+        {**LINEAR, **EXPERTS, "mlp_only_layers": [1], "shared_expert_intermediate_size": 20},
+    ),
     "qwen3-next-bias": ("Qwen3Next", {**LINEAR, "attention_bias": True, "full_attention_interval": 2, **HALVED}),
     "mixtral": ("Mixtral", {"num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": None}),
     "qwen3-moe": ("Qwen3Moe", EXPERTS),
