@@ -232,7 +232,6 @@ def _validate(c: ModelConfig) -> None:
 
 
 def _validate_routing(c: ModelConfig) -> None:
-    check_range("decoder_sparse_step", c.decoder_sparse_step, _LIMIT - 1)
     check_range("n_group", c.n_group, c.num_experts)
     check_range("topk_group", c.topk_group, c.n_group)
     if c.num_experts % c.n_group:

@@ -61,8 +61,7 @@ def read_fields(raw: Mapping[str, Any], model_type: str) -> dict[str, Any]:
         "eos_token_ids": _ids(raw.get("eos_token_id")),
         "bos_token_id": raw.get("bos_token_id"),
     }
-    if values["num_experts"]:
-        values.update(_routing(raw, model_type))
+    values.update(_routing(raw, model_type))
     values["layer_types"] = _layer_types(raw, model_type, layers, values["sliding_window"])
     if model_type == "qwen3_next":
         values.update(_hybrid(raw))
@@ -110,6 +109,7 @@ def _routing(raw: Mapping[str, Any], model_type: str) -> dict[str, Any]:
             raise ConfigError(f"mlp_only_layers is {short(repr(dense))}; it must be a list of layer numbers")
         values["mlp_only_layers"] = tuple(dense)
         values["decoder_sparse_step"] = _integer(raw, "decoder_sparse_step", 1)
+        check_range("decoder_sparse_step", values["decoder_sparse_step"], _MOST_LAYERS)
     return values
 
 
