@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from pathlib import Path
 
 try:
     import torch  # noqa: F401
@@ -15,6 +16,7 @@ except ImportError:
 from kernels import aot, gpu
 from kernels.catalog import kernel_files
 from kernels.launch import KernelError
+from kernels.watch import watch
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -29,11 +31,12 @@ def main(argv: list[str] | None = None) -> int:
     running = commands.add_parser("gpu", help="test and time every kernel on the GPU of this machine")
     running.add_argument("--budget", type=float, default=420, metavar="S", help="seconds after which to stop (420)")
     running.add_argument("--only", default="", metavar="TEXT", help="kernel files whose name contains this")
-    running.add_argument("--out", help="where the JSON goes (figures/measurements/)")
+    running.add_argument("--out", metavar="FILE", help="where the JSON goes (a new file in figures/measurements/)")
+    running.add_argument("--journal", help=argparse.SUPPRESS)  # set for the child process
     commands.add_parser("list", help="kernel files and what each hands to the tools")
     args = parser.parse_args(argv)
     try:
-        return {"aot": _aot, "gpu": gpu.main, "list": _list}[args.command](args)
+        return {"aot": _aot, "gpu": _gpu, "list": _list}[args.command](args)
     except KernelError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -54,6 +57,25 @@ def _aot(args: argparse.Namespace) -> int:
     compiled = sum(not row["recorded"] for row in rows)
     print(f"{len(rows)} rows: {compiled} compiled, {len(rows) - compiled} unchanged since recorded", file=sys.stderr)
     return 1 if bad else 0
+
+
+def _gpu(args: argparse.Namespace) -> int:
+    if args.journal:
+        return gpu.main(args)
+    gpu.check_machine()
+    if not any(args.only in name for name in ("gpu_model", *(file.__name__ for file in kernel_files()))):
+        raise KernelError(f"no kernel file's name contains {args.only!r}; python -m kernels list names them")
+    journal = (Path(args.out).parent if args.out else gpu.MEASUREMENTS) / "kernels-journal.jsonl"
+    try:
+        journal.parent.mkdir(parents=True, exist_ok=True)
+        journal.write_text("")
+    except OSError as error:
+        raise KernelError(f"cannot write {journal}: {error.strerror}; name another place with --out FILE") from None
+    arguments = ["-m", "kernels", "gpu", "--only", args.only, *(["--out", args.out] if args.out else [])]
+    print(f"every row is noted in {journal}, until the report is written", flush=True)
+    code = watch(arguments, journal, args.budget)
+    journal.unlink()
+    return code
 
 
 def _list(args: argparse.Namespace) -> int:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-FRAMEWORK = {"launch", "catalog", "aot", "gpu", "gpu_model", "__main__"}
+FRAMEWORK = {"launch", "catalog", "aot", "gpu", "gpu_model", "watch", "__main__"}
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,9 @@
 Needs torch and triton and nothing else. First the roofline is measured (copy bandwidth, matmul peak), then each
 kernel's cases run in bf16 and fp16 against float64, then its benches run against their rivals, each time as a
 fraction of what was measured, and last the model end to end. When the budget is spent, what is left is listed.
+
+An address gone wrong ends the process's use of the GPU, and an endless loop ends nothing: so the rows are made in a
+child process (watch.py) that notes each in a journal, and where it ends early the next one goes on behind that row.
 """
 
 from __future__ import annotations
@@ -19,9 +22,10 @@ from pathlib import Path
 import torch
 
 from kernels.catalog import Bench, Case, compare, kernel_files
-from kernels.launch import HAVE_TRITON, triton
+from kernels.launch import HAVE_TRITON, KernelError, triton
 
 DEVICE = "cuda"
+BROKEN = 3  # exit code: the GPU answers this process no more, another one has to go on
 RATIO = 2.0  # a kernel's error may be this many times torch's own
 MEASUREMENTS = Path(__file__).parents[1] / "figures/measurements"
 MODEL_SECONDS = 110.0  # of the budget, kept for the model end to end
@@ -35,20 +39,46 @@ class Budget:
         self.left_out: list[str] = []
 
     def allows(self, name: str, seconds: float = 3.0) -> bool:
-        if time.monotonic() + seconds < self.end:
+        if name in JOURNAL.done or time.monotonic() + seconds < self.end:
             return True
         self.left_out.append(name)
         return False
 
 
+class Journal:
+    """A file of JSON lines, {"begin": name} and {"done": name, ...}: what a process knows of those before it."""
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        lines = path.read_text().splitlines() if path and path.exists() else []
+        entries = [json.loads(line) for line in lines if line.endswith("}")]
+        self.done = {entry["done"]: entry["row"] for entry in entries if "done" in entry}
+        self.begun = next((entry["begin"] for entry in reversed(entries) if "begin" in entry), None)
+
+    def note(self, **entry) -> None:
+        if self.path:
+            with self.path.open("a") as file:
+                file.write(json.dumps(entry) + "\n")
+
+    def made(self, name: str, call) -> dict:
+        """The row of that name: as noted, or else made and noted now."""
+        if name not in self.done:
+            self.note(begin=name)
+            self.done[name] = call()
+            self.note(done=name, row=self.done[name])
+        return self.done[name]
+
+
+JOURNAL = Journal(None)
+
+
 def main(args: argparse.Namespace) -> int:
-    """0: all right. 1: a case failed. 2: nothing to run it on."""
-    if not torch.cuda.is_available() or not HAVE_TRITON:
-        missing = "triton is not installed" if torch.cuda.is_available() else "torch finds no CUDA GPU"
-        print(f"error: {missing}; python -m kernels aot checks what can be checked without one", file=sys.stderr)
-        return 2
+    """0: all right. 1: a case failed. 2: nothing to run it on. Makes the rows that the journal has not."""
+    global JOURNAL
+    check_machine()
+    JOURNAL = Journal(args.journal and Path(args.journal))
     budget, start = Budget(args.budget - MODEL_SECONDS), time.monotonic()
-    report = {"machine": machine(), "roofline": roofline()}
+    report = {"machine": JOURNAL.made("machine", machine), "roofline": JOURNAL.made("roofline", roofline)}
     _say(f"{report['machine']['gpu']}: " + ", ".join(f"{k} {v:.3g}" for k, v in report["roofline"].items()))
     files = [file for file in kernel_files() if args.only in file.__name__]
     report["cases"] = [row for file in files for row in _cases(file, budget)]
@@ -63,6 +93,13 @@ def main(args: argparse.Namespace) -> int:
     _say(f"{cases} cases, {benches} benches: {len(failed)} failed, {len(missed)} below goal")
     _say(f"{len(budget.left_out)} left out. {report['seconds']} s. Written to {path}")
     return 1 if failed else 0
+
+
+def check_machine() -> None:
+    """Raises KernelError where there is no GPU, or nothing to use it with."""
+    if not HAVE_TRITON or not torch.cuda.is_available():
+        missing = "torch finds no CUDA GPU" if HAVE_TRITON else "triton is not installed"
+        raise KernelError(f"{missing}; python -m kernels aot checks what can be checked without a GPU")
 
 
 def machine() -> dict:
@@ -171,15 +208,30 @@ def end_to_end(budget: Budget, roof: dict[str, float]) -> list[dict]:
 
 def _attempt(name: str, call) -> dict:
     """A failure is a row like any other, so that one kernel does not hide the rest."""
-    try:
-        row = {"name": name} | call()
-    except Exception as error:
-        traceback.print_exc()
-        row = {"name": name, "error": f"{type(error).__name__}: {error}"[:500]}
+    row = JOURNAL.made(name, lambda: _row(name, call))
     shown = ("ratio", "ms", "tokens_per_s", "fraction", "graph_fraction", "goal", "rivals_ms", "skipped", "error")
     numbers = {k: v for k, v in row.items() if k in shown}
     _say(f"{name:64} " + "  ".join(f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}" for k, v in numbers.items()))
+    if row.get("error") and not _answers():
+        sys.exit(BROKEN)
     return row
+
+
+def _row(name: str, call) -> dict:
+    try:
+        return {"name": name} | call()
+    except Exception as error:
+        traceback.print_exc()
+        return {"name": name, "error": f"{type(error).__name__}: {error}"[:500]}
+
+
+def _answers() -> bool:
+    """False once a kernel has touched memory that is not its own: from then on every call fails."""
+    try:
+        torch.cuda.synchronize()
+    except Exception:
+        return False
+    return True
 
 
 def _write(report: dict, out: str | None) -> Path:
