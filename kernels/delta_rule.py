@@ -39,7 +39,7 @@ from kernels.launch import (
     use_triton,
 )
 
-CHUNK = 32
+CHUNK = 32  # half as much in float32, where registers hold the operands of a product
 MAX_HEAD = 128
 METHODS = ("auto", "recurrent", "chunked")
 
@@ -290,19 +290,25 @@ def _recurrent(q, k, v, g, beta, states, starts, slots, scale, out) -> None:
 def _chunked(q, k, v, g, beta, states, starts, slots, scale, out) -> None:
     (tokens, heads, dv), dk, sequences = v.shape, q.shape[2], starts.shape[0] - 1
     block_k, block_v, columns = _sizes(dk, dv, 16)
-    share, chunks = heads // q.shape[1], tokens // CHUNK + sequences
-    inverse, scores = (torch.empty(chunks, heads, CHUNK, CHUNK, dtype=q.dtype, device=q.device) for _ in range(2))
+    size, warps = configuration(q.element_size())
+    share, chunks = heads // q.shape[1], tokens // size + sequences
+    inverse, scores = (torch.empty(chunks, heads, size, size, dtype=q.dtype, device=q.device) for _ in range(2))
     qk = [s for t in (q, k) for s in t.stride()[:2]]
     triangles_kernel[(chunks, heads)](
         q, k, g, beta, starts, inverse, scores, *qk, g.stride(0), beta.stride(0), heads, share, sequences, dk, scale,
-        C=CHUNK, BLOCK_K=block_k, num_warps=4,
+        C=size, BLOCK_K=block_k, num_warps=8,
     )  # fmt: skip
     chunked_kernel[(sequences, heads, columns)](
         q, k, v, g, states, starts, starts if slots is None else slots, inverse, scores, out,
         *qk, *v.stride()[:2], g.stride(0), *states.stride()[:3], *out.stride()[:2], heads, share, dk, dv, scale,
-        SLOTS=slots is not None, C=CHUNK, BLOCK_K=block_k, BLOCK_V=block_v,
-        num_warps=4, num_stages=1,
+        SLOTS=slots is not None, C=size, BLOCK_K=block_k, BLOCK_V=block_v,
+        num_warps=warps, num_stages=1,
     )  # fmt: skip
+
+
+def configuration(itemsize: int) -> tuple[int, int]:
+    """Bytes a number -> C, num_warps of the chunked kernel."""
+    return (CHUNK, 4) if itemsize == 2 else (CHUNK // 2, 8)
 
 
 # What the tools take from here -------------------------------------------------------------------------------------
@@ -341,6 +347,37 @@ CASES = [
 
 _QK, _V, _STATE = (2048, 128, 2048, 128), (4096, 128), (32 * 128 * 128, 128 * 128, 128)
 _F32, _I32 = torch.float32, torch.int32
+
+
+def _settings(dtype) -> dict:
+    """On sm_75 Triton has no matrix instruction, and none for float32 anywhere."""
+    return {"min_sm": 80} | ({"dtypes": (dtype,)} if dtype else {"matrix": "any"})
+
+
+def _triangles(dk, dtype) -> Compilation:
+    return Compilation(
+        f"delta_rule_triangles_{dk}{'_fp32' if dtype else ''}",
+        triangles_kernel,
+        lambda d: (d, d, _F32, _F32, _I32, d, d, *(16 * dk, dk) * 2, 32, 32, 32, 2, 3, dk, 0.1),
+        {"C": configuration(4 if dtype else 2)[0], "BLOCK_K": dk},
+        num_warps=8,
+        **_settings(dtype),
+    )
+
+
+def _chunked_compilation(slots, dtype) -> Compilation:
+    size, warps = configuration(4 if dtype else 2)
+    return Compilation(
+        f"delta_rule_chunked{'_slots' if slots else ''}{'_fp32' if dtype else ''}",
+        chunked_kernel,
+        lambda d: (d, d, d, _F32, _F32, _I32, _I32, d, d, d, *_QK, *_V, 32, *_STATE, *_V, 32, 2, 128, 128, 0.1),
+        {"SLOTS": slots, "C": size, "BLOCK_K": 128, "BLOCK_V": 16},
+        num_warps=warps,
+        num_stages=1,
+        **_settings(dtype),
+    )
+
+
 COMPILE = [
     Compilation(
         "delta_rule_recurrent",
@@ -348,24 +385,8 @@ COMPILE = [
         lambda d: (d, d, d, _F32, _F32, _F32, _I32, _I32, d, *_QK, *_V, 32, 32, *_STATE, *_V, 2, 128, 128, 0.1),
         {"SLOTS": True, "BLOCK_K": 128, "BLOCK_V": 32},
     ),
-    Compilation(
-        "delta_rule_triangles",
-        triangles_kernel,
-        lambda d: (d, d, _F32, _F32, _I32, d, d, *_QK, 32, 32, 32, 2, 3, 128, 0.1),
-        {"C": CHUNK, "BLOCK_K": 128},
-        min_sm=80,  # Triton has no matrix instruction for sm_75
-        matrix="any",
-    ),
-    Compilation(
-        "delta_rule_chunked",
-        chunked_kernel,
-        lambda d: (d, d, d, _F32, _F32, _I32, _I32, d, d, d, *_QK, *_V, 32, *_STATE, *_V, 32, 2, 128, 128, 0.1),
-        {"SLOTS": True, "C": CHUNK, "BLOCK_K": 128, "BLOCK_V": 16},
-        num_warps=4,
-        num_stages=1,
-        min_sm=80,
-        matrix="any",
-    ),
+    *(_triangles(dk, dtype) for dk in (64, 128) for dtype in (None, _F32)),
+    *(_chunked_compilation(slots, dtype) for slots in (True, False) for dtype in (None, _F32)),
 ]
 
 

@@ -249,7 +249,7 @@ def _launch(q, k, v, query_starts, key_starts, scale, window, soft_cap, longest)
 def configuration(d: int, itemsize: int) -> tuple[dict, dict]:
     """Head size and bytes an element -> constexprs, compiler options. Larger tiles than these spill registers."""
     padded = triton.next_power_of_2(d)
-    tiles = {64: (128, 64, 4, 3, 1), 128: (128, 64, 8, 3, 2), 256: (64, 32, 8, 3, 2)}
+    tiles = {64: (128, 64, 4, 3, 1), 128: (128, 64, 8, 3, 2), 256: (64, 32, 8, 2, 2)}
     m, n, warps, stages, masked_stages = tiles[padded] if itemsize == 2 else (32, 32, 16, 1, 1)
     blocks = {"BLOCK_M": m, "BLOCK_N": n, "BLOCK_D": padded, "PADDED": padded != d, "STAGES": stages}
     blocks |= {"MASKED_STAGES": masked_stages, "PRECISION": "tf32" if itemsize == 2 else "ieee"}

@@ -151,7 +151,9 @@ def fp8_block_matmul(
     (M, K), N = a.shape, weight.shape[0]
     check_shape("a_scale", a_scale, M, triton.cdiv(K, SCALE_BLOCK))
     check_shape("w_scale", w_scale, triton.cdiv(N, SCALE_BLOCK), triton.cdiv(K, SCALE_BLOCK))
-    blocks = configuration(M)[:3] if tile is None else tile
+    wide = all(size % 16 == 0 for size in (K, a.stride(0), weight.stride(0)))
+    *blocks, warps, stages = configuration(M, wide)
+    blocks = blocks if tile is None else tile
     for name, size in zip(("BLOCK_N", "BLOCK_K"), blocks[1:], strict=True):
         require(
             SCALE_BLOCK % size == 0, f"{name} is {size}: such a tile straddles two scale blocks; use a divisor of 128"
@@ -161,14 +163,13 @@ def fp8_block_matmul(
     check_contiguous_rows(a=a, a_scale=a_scale, weight=weight, w_scale=w_scale)
     y = torch.empty((M, N), dtype=out_dtype, device=a.device)
     if y.numel():
-        _launch(a, a_scale, weight, w_scale, y, blocks)
+        _launch(a, a_scale, weight, w_scale, y, blocks, warps, stages)
     return y
 
 
-def _launch(a: Tensor, a_scale: Tensor, weight: Tensor, w_scale: Tensor, y: Tensor, blocks) -> None:
+def _launch(a: Tensor, a_scale: Tensor, weight: Tensor, w_scale: Tensor, y: Tensor, blocks, warps, stages) -> None:
     (M, K), N = a.shape, weight.shape[0]
     strides = [t.stride(0) for t in (a, a_scale, weight, w_scale, y)]
-    warps, stages = configuration(M)[3:]
     with on_device(a):
         fp8_block_kernel[(triton.cdiv(M, blocks[0]), triton.cdiv(N, blocks[1]))](
             a, a_scale, weight, w_scale, y, *strides, M, N, K,
@@ -176,8 +177,13 @@ def _launch(a: Tensor, a_scale: Tensor, weight: Tensor, w_scale: Tensor, y: Tens
         )  # fmt: skip
 
 
-def configuration(M: int) -> tuple[int, int, int, int, int]:
-    """Rows of a -> BLOCK_M, BLOCK_N, BLOCK_K, num_warps, num_stages."""
+def configuration(M: int, wide: bool = True) -> tuple[int, int, int, int, int]:
+    """Rows of a -> BLOCK_M, BLOCK_N, BLOCK_K, num_warps, num_stages.
+
+    Not `wide`, where rows do not begin at multiples of 16 bytes, numbers come one by one and through registers.
+    """
+    if not wide:
+        return min(max(triton.next_power_of_2(M), 16), 128), 64, 32, 4 if M <= 32 else 8, 2
     if M <= 64:
         return max(triton.next_power_of_2(M), 16), 64, 128, 4, 4
     return 128, 128, 128, 8, 3
@@ -233,15 +239,15 @@ CASES = [
 ]
 
 
-def _compilation(m: int) -> Compilation:
-    block_m, block_n, block_k, warps, stages = configuration(m)
+def _compilation(m: int, k: int = 4096) -> Compilation:
+    block_m, block_n, block_k, warps, stages = configuration(m, k % 16 == 0)
 
     def args(d):
-        return (E4M3, torch.float32, E4M3, torch.float32, d, 4096, 32, 4096, 32, 4096, m, 4096, 4096)
+        return (E4M3, torch.float32, E4M3, torch.float32, d, k, 32, k, 32, 4096, m, 4096, k)
 
     blocks = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k}
-    matrix = "native" if block_m >= 128 else "any"
-    return Compilation(f"fp8_block_{m}", fp8_block_kernel, args, blocks, warps, stages, min_sm=90, matrix=matrix)
+    matrix, name = "native" if m > 64 and k % 16 == 0 else "any", f"fp8_block_{m}{'_odd' if k % 16 else ''}"
+    return Compilation(name, fp8_block_kernel, args, blocks, warps, stages, min_sm=90, matrix=matrix)
 
 
 COMPILE = [
@@ -253,6 +259,7 @@ COMPILE = [
         min_sm=90,
     ),
     *map(_compilation, (16, 64, 4096)),
+    *(_compilation(m, 4095) for m in (16, 64, 4096)),
 ]
 
 

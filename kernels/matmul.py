@@ -151,7 +151,7 @@ def configuration(m: int, k: int, itemsize: int, epilogue: str, wide: bool) -> t
     if itemsize == 4 or not wide:
         tile, warps, stages = (64, 32, 16) if epilogue == "swiglu" else (64, 64, 32), 8, 2
     elif m <= 16:
-        tile, warps, stages = (16, 64, 128), 4, 4
+        tile, warps, stages = (16, 64, 128), 4, 3 if epilogue == "swiglu" else 4
     elif m <= 64:
         tile, warps, stages = (64, 64, 64), 4, 4
     else:  # 256 columns make 128 sums a thread, which leaves no registers for erf or for a second matrix

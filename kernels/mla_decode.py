@@ -130,15 +130,15 @@ def mla_decode(
 
 def _launch(q, latents, block_tables, lengths, rank, scale, splits) -> Tensor:
     (batch, heads, width), page = q.shape, latents.shape[1]
-    out = torch.empty(batch, heads, rank, dtype=q.dtype, device=q.device)
-    if not out.numel():
-        return out
+    if not batch * heads:
+        return torch.empty(batch, heads, rank, dtype=q.dtype, device=q.device)
     major = torch.cuda.get_device_capability(q.device)[0] if q.is_cuda else 9
     block_h, block_n, warps, stages = configuration(heads, q.element_size(), major)
     groups = triton.cdiv(heads, block_h)
     # One program fills a multiprocessor here, so a quarter of the programs of paged_decode are wanted.
     splits = splits or choose_splits(4 * batch * groups, block_tables.shape[1] * page, multiprocessors(q.device))
-    parts = torch.empty(splits, *out.shape, device=q.device) if splits > 1 else out[None]
+    # In float32 even where there is one: an output in 16 bits takes the loop 30 registers that it does not have.
+    parts = torch.empty(splits, batch, heads, rank, device=q.device)
     lses = torch.empty(splits, batch, heads, device=q.device)
     strides = [*q.stride()[:2], *latents.stride()[:2], block_tables.stride(0), *parts.stride()[:3], *lses.stride()[:2]]
     with on_device(q):
@@ -147,7 +147,7 @@ def _launch(q, latents, block_tables, lengths, rank, scale, splits) -> Tensor:
             PAGE=page, RANK=rank, ROPE=width - rank, BLOCK_H=block_h, BLOCK_N=block_n, num_warps=warps,
             num_stages=stages,
         )  # fmt: skip
-    return out if splits == 1 else merge_states(parts, lses, q.dtype, backend="triton")[0]
+    return merge_states(parts, lses, q.dtype, backend="triton")[0]
 
 
 def configuration(heads: int, size: int, major: int) -> tuple[int, int, int, int]:
@@ -186,28 +186,37 @@ CASES = [
 ]
 
 
-def _compile_args(dtype):
-    row = 128 * 512
-    strides = (128 * 576, 576, 16 * 576, 576, 512, 32 * row, row, 512, 128 * 32, 128)
-    pointers = (dtype, dtype, torch.int32, torch.int32, torch.float32, torch.float32)
-    return (*pointers, *strides, 128, 0.1, 6)
+def _compile_args(splits):
+    def make(dtype):
+        row = 128 * 512
+        strides = (128 * 576, 576, 16 * 576, 576, 512, 32 * row, row, 512, 128 * 32, 128)
+        pointers = (dtype, dtype, torch.int32, torch.int32, torch.float32, torch.float32)
+        return (*pointers, *strides, 128, 0.1, splits)
+
+    return make
 
 
-def _compilation(heads, major, matrix) -> Compilation:
-    block_h, block_n, warps, stages = configuration(heads, 2, major)
+def _compilation(heads, major, splits=6, dtype=None) -> Compilation:
+    block_h, block_n, warps, stages = configuration(heads, 4 if dtype else 2, major)
+    settings = {"dtypes": (dtype,)} if dtype else {"matrix": "native" if block_h >= 64 else "any"}
     return Compilation(
-        f"mla_decode_h{block_h}",
+        f"mla_decode_h{block_h}{'_whole' if splits == 1 else ''}{'_fp32' if dtype else ''}",
         mla_decode_kernel,
-        _compile_args,
+        _compile_args(splits),
         {"PAGE": 16, "RANK": 512, "ROPE": 64, "BLOCK_H": block_h, "BLOCK_N": block_n},
         num_warps=warps,
         num_stages=stages,
         min_sm=10 * major,
-        matrix=matrix,
+        **settings,
     )
 
 
-COMPILE = [_compilation(16, 8, "any"), _compilation(128, 9, "native")]
+COMPILE = [
+    _compilation(16, 8),
+    _compilation(128, 9),
+    _compilation(128, 9, splits=1),
+    _compilation(16, 8, dtype=torch.float32),
+]
 
 
 def _bench(device, dtype, heads=128, batch=64, context=4096) -> Work:

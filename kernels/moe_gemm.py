@@ -138,10 +138,12 @@ def moe_gemm(
     N = weight.shape[1] // (2 if swiglu else 1)
     y = torch.empty((x.shape[0] * share, N), dtype=x.dtype, device=x.device)
     if y.numel():
-        block_n, block_k, warps, stages = configuration(block, swiglu)
+        strides = x.stride(0), *weight.stride()[:2]
+        wide = x.element_size() == 2 and all(size % 16 == 0 for size in (x.shape[1], *strides))
+        block_n, block_k, warps, stages = configuration(block, swiglu, wide)
         with on_device(x):
             moe_gemm_kernel[(len(expert_of_block), triton.cdiv(N, block_n))](
-                x, weight, source, expert_of_block, y, x.stride(0), *weight.stride()[:2], y.stride(0),
+                x, weight, source, expert_of_block, y, *strides, y.stride(0),
                 y.shape[0], N, x.shape[1], SHARE=share, SWIGLU=swiglu,
                 BLOCK_M=block, BLOCK_N=block_n, BLOCK_K=block_k, num_warps=warps, num_stages=stages,
             )  # fmt: skip
@@ -189,8 +191,13 @@ def tile_rows(pairs: int, num_experts: int) -> int:
     return min(max(triton.next_power_of_2(pairs // num_experts), 16), 128)
 
 
-def configuration(block: int, swiglu: bool) -> tuple[int, int, int, int]:
-    """B -> BLOCK_N, BLOCK_K, num_warps, num_stages. SwiGLU has two weight tiles and two accumulators."""
+def configuration(block: int, swiglu: bool, wide: bool = True) -> tuple[int, int, int, int]:
+    """B -> BLOCK_N, BLOCK_K, num_warps, num_stages. SwiGLU has two weight tiles and two accumulators.
+
+    Not `wide`, in float32 or where rows do not begin at multiples of 32 bytes, everything goes through registers.
+    """
+    if not wide:
+        return 32, 16 if block == 128 else 32, 8, 2
     if block <= 32:
         return 64, 64 if swiglu else 128, 4, 4
     return (64 if swiglu else 128), 64, 8 if block == 128 else 4, 3
@@ -248,23 +255,26 @@ CASES = [
 ]
 
 
-def _compilation(block: int, swiglu: bool) -> Compilation:
-    """Qwen3-30B-A3B: d = 2048, f = 768, 128 experts, 8 a token."""
-    (n, k), share = ((768, 2048), 8) if swiglu else ((2048, 768), 1)
-    block_n, block_k, warps, stages = configuration(block, swiglu)
+def _compilation(block: int, swiglu: bool, odd: int = 0, dtype=None) -> Compilation:
+    """Qwen3-30B-A3B: d = 2048, f = 768, 128 experts, 8 a token. odd: how far K is from that."""
+    (n, k), share = ((768, 2048 + odd), 8) if swiglu else ((2048, 768 + odd), 1)
+    wide = not odd and dtype is None
+    block_n, block_k, warps, stages = configuration(block, swiglu, wide)
 
     def args(d):
         i = torch.int32
         return (d, d, i, i, d, k, n * k * (2 if swiglu else 1), k, n, 4096, n, k)
 
     blocks = {"SHARE": share, "SWIGLU": swiglu, "BLOCK_M": block, "BLOCK_N": block_n, "BLOCK_K": block_k}
-    name = f"moe_{'gate_up' if swiglu else 'down'}_{block}"
-    matrix = "native" if block >= 64 else "any"
-    return Compilation(name, moe_gemm_kernel, args, blocks, warps, stages, min_sm=80, matrix=matrix)
+    name = f"moe_{'gate_up' if swiglu else 'down'}_{block}{'_odd' if odd else ''}{'_fp32' if dtype else ''}"
+    settings = {"dtypes": (dtype,)} if dtype else {"matrix": "native" if wide and block >= 64 else "any"}
+    return Compilation(name, moe_gemm_kernel, args, blocks, warps, stages, min_sm=80, **settings)
 
 
 COMPILE = [
     *(_compilation(block, swiglu) for block in (16, 32, 64, 128) for swiglu in (True, False)),
+    *(_compilation(block, True, odd=1) for block in (16, 32, 64, 128)),
+    *(_compilation(block, True, odd=1, dtype=torch.float32) for block in (16, 32, 64, 128)),
     Compilation(
         "moe_combine", moe_combine_kernel, lambda d: (d, torch.float32, d, 2048, 8, 2048, 8, 2048), {"BLOCK": 1024}
     ),

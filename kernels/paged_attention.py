@@ -33,9 +33,7 @@ from kernels.launch import (
     triton,
     use_triton,
 )
-from kernels.paged_decode import LOG2E, NO_WINDOW, check_paged, paged, quantized
-
-MAX_GROUP = 64
+from kernels.paged_decode import LOG2E, MAX_GROUP, NO_WINDOW, check_paged, paged, quantized
 
 
 def paged_attention_reference(
@@ -213,7 +211,7 @@ def _launch(q, k_cache, v_cache, starts, tables, lengths, scale, window, soft_ca
     if not out.numel():
         return out
     group, int8 = heads // kv_heads, k_scales is not None
-    block_m, block_n, block_d, warps, stages = configuration(tokens, sequences, group, d)
+    block_m, block_n, block_d, warps, stages = configuration(tokens, sequences, group, d, q.element_size())
     k_scales, v_scales = (k_scales, v_scales) if int8 else (k_cache, v_cache)  # unused: any pointer will do
     strides = [*q.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3]]
     strides += [*k_scales.stride()[:2], *v_scales.stride()[:2], tables.stride(0), *out.stride()[:2]]
@@ -227,12 +225,16 @@ def _launch(q, k_cache, v_cache, starts, tables, lengths, scale, window, soft_ca
     return out
 
 
-def configuration(tokens: int, sequences: int, group: int, d: int) -> tuple[int, int, int, int, int]:
+def configuration(tokens: int, sequences: int, group: int, d: int, itemsize: int = 2) -> tuple[int, int, int, int, int]:
     """The step's shape -> BLOCK_M, BLOCK_N, BLOCK_D, num_warps, num_stages.
 
-    Rows enough for a sequence of average length. Five stages hold two tiles of keys; see paged_decode.
+    Rows enough for a sequence of average length. Five stages hold two tiles of keys; see paged_decode, also for
+    float32.
     """
     rows, block_d = group * tokens // max(sequences, 1), max(triton.next_power_of_2(d), 16)
+    if itemsize == 4:
+        block_m = max(16, triton.next_power_of_2(group))
+        return block_m, 16, block_d, 8 if block_m <= 32 else 16, 1
     large = 128 if d == block_d <= 128 else 64  # the mask of a padded head costs registers
     block_m = max(16 if rows <= 16 else 64 if rows <= 512 else large, triton.next_power_of_2(group))
     return block_m, min(8192 // block_d, 64), block_d, 4 if block_m == 16 else 8, 5 if block_d <= 128 else 3
@@ -281,18 +283,20 @@ def _compile_args(group, d, int8=False):
     return make
 
 
-def _compilation(d, group, tokens, sequences, int8=False, windowed=False) -> Compilation:
-    m, n, block_d, warps, stages = configuration(tokens, sequences, group, d)
-    flags = {"INT8": int8, "CAPPED": False, "WINDOWED": windowed}
+def _compilation(d, group, tokens, sequences, int8=False, windowed=False, capped=False, dtype=None) -> Compilation:
+    m, n, block_d, warps, stages = configuration(tokens, sequences, group, d, 4 if dtype else 2)
+    flags = {"INT8": int8, "CAPPED": capped, "WINDOWED": windowed}
+    suffix = "_int8" * int8 + "_window" * windowed + "_capped" * capped + "_fp32" * bool(dtype)
+    settings = {"dtypes": (dtype,)} if dtype else {"matrix": "native" if m >= 64 else "any"}
     return Compilation(
-        f"paged_attention_{d}_m{m}{'_int8' if int8 else ''}{'_window' if windowed else ''}",
+        f"paged_attention_{d}_m{m}{suffix}",
         paged_attention_kernel,
         _compile_args(group, d, int8),
         {"GROUP": group, "PAGE": 16} | flags | {"BLOCK_M": m, "BLOCK_N": n, "BLOCK_D": block_d},
         num_warps=warps,
         num_stages=stages,
         min_sm=80,  # Triton has no matrix instruction for sm_75
-        matrix="native" if m >= 64 else "any",
+        **settings,
     )
 
 
@@ -305,6 +309,11 @@ COMPILE = [
     _compilation(128, 4, 2048, 32),
     _compilation(128, 4, 32, 32),
     _compilation(256, 2, 4096, 4),
+    _compilation(256, 2, 4096, 4, windowed=True, capped=True),  # Gemma 2
+    _compilation(256, 2, 32, 32, windowed=True, capped=True),
+    _compilation(64, 3, 4096, 4, dtype=torch.float32),
+    _compilation(128, 4, 4096, 4, windowed=True, int8=True, dtype=torch.float32),
+    _compilation(256, MAX_GROUP, 4096, 4, windowed=True, capped=True, dtype=torch.float32),
 ]
 
 

@@ -37,6 +37,7 @@ from kernels.launch import (
 from kernels.merge_states import merge_states
 
 MAX_HEAD = 256
+MAX_GROUP = 64  # query heads that share a KV head
 NO_WINDOW = 2**30  # more than any context, and differences of it with one stay within 32 bits
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -156,6 +157,8 @@ def paged_decode(
     if not launch:
         return paged_decode_reference(q, k_cache, v_cache, block_tables, context_lengths, *options)
     check_contiguous_rows(**tensors, block_tables=block_tables, context_lengths=context_lengths)
+    group = q.shape[1] // k_cache.shape[2]
+    require(group <= MAX_GROUP, f"{group} query heads share a KV head; the kernel takes up to {MAX_GROUP}")
     return _launch(q, k_cache, v_cache, block_tables, context_lengths, *options)
 
 
@@ -191,7 +194,7 @@ def _launch(q, k_cache, v_cache, block_tables, lengths, scale, window, soft_cap,
     window = NO_WINDOW if window is None else window
     longest = min(block_tables.shape[1] * page, window)
     splits = splits or choose_splits(batch * kv_heads, longest, multiprocessors(q.device))
-    block_m, block_n, block_d, stages = configuration(heads // kv_heads, d)
+    block_m, block_n, block_d, warps, stages = configuration(heads // kv_heads, d, q.element_size())
     parts = torch.empty(splits, *q.shape, device=q.device) if splits > 1 else out[None]
     lses = torch.empty(splits, batch, heads, device=q.device)
     int8 = k_scales is not None
@@ -204,19 +207,24 @@ def _launch(q, k_cache, v_cache, block_tables, lengths, scale, window, soft_cap,
             q, k_cache, v_cache, k_scales, v_scales, block_tables, lengths, parts, lses, *strides,
             heads // kv_heads, d, scale, window, soft_cap or 1.0, splits,
             PAGE=page, INT8=int8, CAPPED=soft_cap is not None, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d,
-            num_warps=4, num_stages=stages,
+            num_warps=warps, num_stages=stages,
         )  # fmt: skip
     return out if splits == 1 else merge_states(parts, lses, q.dtype, backend="triton")[0]
 
 
-def configuration(group: int, d: int) -> tuple[int, int, int, int]:
-    """Query heads a KV head, head size -> BLOCK_M, BLOCK_N, BLOCK_D, num_stages: 16 KB of keys a tile in 16 bits.
+def configuration(group: int, d: int, itemsize: int = 2) -> tuple[int, int, int, int, int]:
+    """Query heads a KV head, head size, bytes a number -> BLOCK_M, BLOCK_N, BLOCK_D, num_warps, num_stages.
 
-    Keys are found through the table, which the pipeline has to fetch first: five stages hold two tiles of keys, and
-    three hold one.
+    16 KB of keys a tile in 16 bits. Keys are found through the table, which the pipeline has to fetch first: five
+    stages hold two tiles of keys, and three hold one. In float32 no matrix instruction holds the operands, registers
+    do: small tiles on many threads.
     """
-    block_d = max(triton.next_power_of_2(d), 16)
-    return max(triton.next_power_of_2(group), 16), min(8192 // block_d, 128), block_d, 5
+    block_m, block_d = max(triton.next_power_of_2(group), 16), max(triton.next_power_of_2(d), 16)
+    if itemsize == 4:
+        return block_m, 16, block_d, 8 if block_m <= 32 else 16, 1
+    if block_m > 32 and block_d > 128:
+        return block_m, 16, block_d, 8, 3
+    return block_m, min(8192 // block_d, 128), block_d, 4 if block_m <= 32 else 8, 5
 
 
 def multiprocessors(device: torch.device) -> int:
@@ -275,34 +283,47 @@ CASES = [
 ]
 
 
-def _compile_args(group, d, int8=False):
+def _compile_args(group, d, int8=False, splits=6):
     def make(dtype):
         cache, scales = (torch.int8, torch.float32) if int8 else (dtype, dtype)
-        row = 8 * d
+        row, out = 8 * d, dtype if splits == 1 else torch.float32
         strides = (row * group, d, 16 * row, row, d, 16 * row, row, d, 128, 8, 128, 8, 512)
         strides += (32 * row * group, row * group, d, 256 * group, 8 * group)
-        pointers = (dtype, cache, cache, scales, scales, torch.int32, torch.int32, torch.float32, torch.float32)
-        return (*pointers, *strides, group, d, 0.1, NO_WINDOW, 1.0, 6)
+        pointers = (dtype, cache, cache, scales, scales, torch.int32, torch.int32, out, torch.float32)
+        return (*pointers, *strides, group, d, 0.1, NO_WINDOW, 1.0, splits)
 
     return make
 
 
-COMPILE = [
-    Compilation(
-        f"paged_decode_{d}{'_int8' if int8 else ''}{'_capped' if capped else ''}",
+def _compilation(d, group, int8=False, capped=False, splits=6, dtype=None) -> Compilation:
+    *blocks, warps, stages = configuration(group, d, 4 if dtype else 2)
+    suffix = "_int8" * int8 + "_capped" * capped + "_whole" * (splits == 1) + "_fp32" * bool(dtype)
+    settings = {"dtypes": (dtype,)} if dtype else {"matrix": "any"}
+    return Compilation(
+        f"paged_decode_{d}_g{group}{suffix}",
         paged_decode_kernel,
-        _compile_args(group, d, int8),
+        _compile_args(group, d, int8, splits),
         {"PAGE": 16, "INT8": int8, "CAPPED": capped}
-        | dict(zip(("BLOCK_M", "BLOCK_N", "BLOCK_D"), configuration(group, d), strict=False)),
-        num_stages=configuration(group, d)[3],
+        | dict(zip(("BLOCK_M", "BLOCK_N", "BLOCK_D"), blocks, strict=True)),
+        num_warps=warps,
+        num_stages=stages,
         min_sm=80,  # Triton has no matrix instruction for sm_75
-        matrix="any",
+        **settings,
     )
-    for group, d, int8, capped in (
-        (3, 64, False, False), (3, 96, False, False), (4, 128, False, False), (4, 128, True, False),
-        (2, 256, False, True),
-    )
-]  # fmt: skip
+
+
+COMPILE = [
+    _compilation(64, 3),
+    _compilation(96, 3),
+    _compilation(128, 4),
+    _compilation(128, 4, splits=1),
+    _compilation(128, 4, int8=True),
+    _compilation(256, 2, capped=True),
+    _compilation(256, MAX_GROUP, capped=True),
+    _compilation(64, 3, dtype=torch.float32),
+    _compilation(128, 4, int8=True, dtype=torch.float32),
+    _compilation(256, MAX_GROUP, capped=True, splits=1, dtype=torch.float32),
+]
 
 
 def _bench(device, dtype, heads, kv_heads, d, batch=32, context=4096, int8=False) -> Work:

@@ -140,7 +140,8 @@ def _vector(x: Tensor, weight: Tensor, scale: Tensor, y: Tensor, splits: None) -
 
 def _tiles(x: Tensor, weight: Tensor, scale: Tensor, y: Tensor, splits: int | None) -> None:
     (M, K), N = x.shape, weight.shape[0]
-    block_m, block_n, block_k, warps, stages = configuration(M)
+    wide = all(size % 16 == 0 for size in (K, x.stride(0), weight.stride(0)))
+    block_m, block_n, block_k, warps, stages = configuration(M, wide)
     tiles = (triton.cdiv(M, block_m), triton.cdiv(N, block_n))
     steps = triton.cdiv(K, block_k)
     splits = splits or min(max(PROGRAMS // (tiles[0] * tiles[1]), 1), max(steps // 4, 1))
@@ -159,8 +160,13 @@ def vector_configuration(K: int) -> tuple[int, int]:
     return 4, min(max(triton.next_power_of_2(K), 64), 2048)
 
 
-def configuration(M: int) -> tuple[int, int, int, int, int]:
-    """Rows of x -> BLOCK_M, BLOCK_N, BLOCK_K, num_warps, num_stages. wgmma needs 64 weight rows a warp group."""
+def configuration(M: int, wide: bool = True) -> tuple[int, int, int, int, int]:
+    """Rows of x -> BLOCK_M, BLOCK_N, BLOCK_K, num_warps, num_stages. wgmma needs 64 weight rows a warp group.
+
+    Not `wide`, where rows do not begin at multiples of 16, numbers come one by one and through registers.
+    """
+    if not wide:
+        return min(max(triton.next_power_of_2(M), 16), 128), 64, 32, 4 if M <= 64 else 8, 2
     if M <= 64:
         return max(triton.next_power_of_2(M), 16), 64, 128, 4, 4
     return 128, 128, 64, 8, 3
@@ -206,20 +212,19 @@ def _vector_args(dtype):
     return (dtype, torch.int8, torch.float32, dtype, 4096, 4096, 4096)
 
 
-def _tile_args(m, split):
+def _tile_args(m, split, k):
     def make(dtype):
-        k = 4096
         out = torch.float32 if split else dtype
-        return (dtype, torch.int8, torch.float32, out, k, k, 4096, m * 4096, m, 4096, k, k // 4 if split else k)
+        return (dtype, torch.int8, torch.float32, out, k, k, 4096, m * 4096, m, 4096, k, 1024 if split else k)
 
     return make
 
 
-def _tile_compilation(m: int, split: bool) -> Compilation:
-    block_m, block_n, block_k, warps, stages = configuration(m)
+def _tile_compilation(m: int, split: bool, k: int = 4096) -> Compilation:
+    block_m, block_n, block_k, warps, stages = configuration(m, k % 16 == 0)
     blocks = {"SPLIT": split, "BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k}
-    name = f"w8a16_tile_{m}{'_split' if split else ''}"
-    return Compilation(name, w8a16_tile_kernel, _tile_args(m, split), blocks, warps, stages, min_sm=80, matrix="any")
+    name = f"w8a16_tile_{m}{'_split' if split else ''}{'_odd' if k % 16 else ''}"
+    return Compilation(name, w8a16_tile_kernel, _tile_args(m, split, k), blocks, warps, stages, min_sm=80, matrix="any")
 
 
 COMPILE = [
@@ -229,7 +234,8 @@ COMPILE = [
         _vector_args,
         dict(zip(("BLOCK_N", "BLOCK_K"), vector_configuration(4096), strict=True)),
     ),
-    *(_tile_compilation(m, split) for m, split in ((16, True), (64, True), (4096, False))),
+    *(_tile_compilation(m, split) for m, split in ((16, True), (64, True), (64, False), (4096, False))),
+    *(_tile_compilation(m, split, 4095) for m, split in ((16, True), (64, True), (4096, False))),
     Compilation(
         "w8a16_sum",
         w8a16_sum_kernel,
