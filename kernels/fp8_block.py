@@ -27,6 +27,7 @@ from kernels.catalog import Bench, Case, Compilation, Trial, Work, normal, space
 from kernels.launch import (
     FLOATS,
     accumulator,
+    check_capability,
     check_contiguous_rows,
     check_dtype,
     check_shape,
@@ -116,6 +117,7 @@ def fp8_quantize(x: Tensor, backend: str = "auto") -> tuple[Tensor, Tensor]:
     check_shape("x", x, None, None)
     if not launch:
         return quantize_reference(x)
+    check_capability(x, (8, 9), "e4m3", 'use backend="torch"')
     check_contiguous_rows(x=x)
     M, K = x.shape
     q = torch.empty((M, K), dtype=E4M3, device=x.device)
@@ -160,6 +162,7 @@ def fp8_block_matmul(
         )
     if not launch:
         return fp8_block_reference(a, a_scale, weight, w_scale, out_dtype)
+    check_capability(a, (8, 9), "e4m3", 'use backend="torch"')
     check_contiguous_rows(a=a, a_scale=a_scale, weight=weight, w_scale=w_scale)
     y = torch.empty((M, N), dtype=out_dtype, device=a.device)
     if y.numel():

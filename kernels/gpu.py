@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from kernels.catalog import Bench, Case, compare, kernel_files
-from kernels.launch import HAVE_TRITON, KernelError, triton
+from kernels.launch import HAVE_TRITON, KernelError, UnsupportedError, triton
 
 DEVICE = "cuda"
 BROKEN = 3  # exit code: the GPU answers this process no more, another one has to go on
@@ -88,7 +88,9 @@ def main(args: argparse.Namespace) -> int:
     report |= {"left_out": budget.left_out, "seconds": round(time.monotonic() - start, 1)}
     path = _write(report, args.out)
     failed = [row for row in (*report["cases"], *report["benches"], *report["model"]) if row.get("error")]
-    missed = [row for row in report["benches"] if row.get("goal") and row["fraction"] < row["goal"]]
+    missed = [
+        row for row in report["benches"] if row.get("goal") and "fraction" in row and row["fraction"] < row["goal"]
+    ]
     cases, benches = len(report["cases"]), len(report["benches"])
     _say(f"{cases} cases, {benches} benches: {len(failed)} failed, {len(missed)} below goal")
     _say(f"{len(budget.left_out)} left out. {report['seconds']} s. Written to {path}")
@@ -220,6 +222,8 @@ def _attempt(name: str, call) -> dict:
 def _row(name: str, call) -> dict:
     try:
         return {"name": name} | call()
+    except UnsupportedError as error:
+        return {"name": name, "skipped": str(error)}
     except Exception as error:
         traceback.print_exc()
         return {"name": name, "error": f"{type(error).__name__}: {error}"[:500]}

@@ -26,6 +26,10 @@ class KernelError(MinillmError):
     """Arguments that a kernel cannot run on, or a kernel where there is nothing to run it."""
 
 
+class UnsupportedError(KernelError):
+    """This GPU is older than what the kernel is made of."""
+
+
 class _Absent:
     """Stands for triton, triton.language and everything in them: decorators and constants work, launching does not."""
 
@@ -93,6 +97,13 @@ def use_triton(backend: str, *tensors: Tensor) -> bool:
 def on_device(tensor: Tensor):
     """Triton launches on the current GPU, whichever one the tensors are on; `with on_device(x):` makes them agree."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
+
+
+def check_capability(tensor: Tensor, needed: tuple[int, int], what: str, remedy: str) -> None:
+    """The GPU that a tensor is on has this compute capability or a later one: `check_capability(x, (8, 9), ...)`."""
+    if tensor.is_cuda and (have := torch.cuda.get_device_capability(tensor.device)) < needed:
+        names = ["sm_{}{}".format(*numbers) for numbers in (needed, have)]
+        raise UnsupportedError(f"{what} needs a GPU of {names[0]} or later, and this one is {names[1]}; {remedy}")
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:

@@ -27,12 +27,12 @@ from kernels.catalog import Bench, Case, Compilation, Trial, Work, normal, space
 from kernels.launch import (
     FLOATS,
     accumulator,
+    check_capability,
     check_contiguous_rows,
     check_dtype,
     check_multiple,
     check_shape,
     on_device,
-    require,
     tl,
     triton,
     use_triton,
@@ -123,8 +123,8 @@ def mxfp4(x: Tensor, weight: Tensor, scale: Tensor, backend: str = "auto") -> Te
     if not launch:
         return mxfp4_reference(x, weight, scale)
     check_contiguous_rows(x=x, weight=weight, scale=scale)
-    old = x.is_cuda and torch.cuda.get_device_capability(x.device) < (8, 9)
-    require(not (old and x.dtype == torch.float16), "x is float16, which this needs sm_89 for; convert it to bfloat16")
+    if x.dtype == torch.float16:
+        check_capability(x, (8, 9), "x in float16", "convert it to bfloat16")
     y = torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype, device=x.device)
     if y.numel():
         with on_device(x):

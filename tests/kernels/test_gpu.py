@@ -11,7 +11,7 @@ import torch
 
 from kernels import gpu, gpu_model
 from kernels.catalog import Bench, Case, Trial, Work, kernel_files
-from kernels.launch import KernelError
+from kernels.launch import KernelError, UnsupportedError
 from kernels.watch import watch
 
 
@@ -77,6 +77,16 @@ def test_a_wrong_kernel_and_a_broken_bench_fail_the_run_but_hide_nothing(run):
         "multiplying, one, bfloat16": False,
         "broken, one, bfloat16": True,
     }
+
+
+def test_what_the_gpu_is_too_old_for_is_skipped_not_failed(run, monkeypatch):
+    def refuse(case, dtype):
+        raise UnsupportedError("e4m3 needs a GPU of sm_89")
+
+    monkeypatch.setattr(gpu, "run_case", refuse)
+    _, report = run()
+    assert [row.get("skipped") for row in report["cases"]] == ["e4m3 needs a GPU of sm_89"] * 2
+    assert not any("error" in row for row in report["cases"])
 
 
 def test_fractions_are_of_what_was_measured(run):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -54,6 +55,17 @@ def test_checks_name_argument_value_and_remedy():
         launch.check_shape("w", torch.ones(2, 3), 2, 4)
     launch.check_shape("w", torch.ones(2, 3), None, 3)
     launch.check_contiguous_rows(one_column=torch.ones(4, 8)[:, :1].as_strided((4, 1), (8, 5)))
+
+
+def test_a_gpu_that_is_too_old_is_named(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    x = SimpleNamespace(is_cuda=True, device="cuda:1")
+    with pytest.raises(
+        launch.UnsupportedError, match=r"^e4m3 needs a GPU of sm_89 or later, and this one is sm_80; no$"
+    ):
+        launch.check_capability(x, (8, 9), "e4m3", "no")
+    launch.check_capability(x, (8, 0), "bfloat16", "no")
+    launch.check_capability(torch.ones(1, device="cpu"), (8, 9), "e4m3", "no")
 
 
 def test_gpu_without_a_gpu_is_one_line(monkeypatch):
