@@ -10,7 +10,7 @@ from . import common
 
 EXAMPLES = """
 python -m minillm quantize --quantize gptq-int4-g128 --out smollm2-int4
-python -m minillm chat --model smollm2-int4
+python -m minillm quantize --quantize int8 --model path/to/model --out model-int8
 """
 
 

@@ -36,7 +36,19 @@ def test_help_has_examples_and_they_parse(run, command):
 
 def test_help_lists_every_command_and_nothing_prints_it_too(run):
     shown = run("--help")
-    for command in ("demo", "chat", "generate", "tokenize", "serve", "load", "bench", "size", "doctor"):
+    for command in (
+        "demo",
+        "chat",
+        "generate",
+        "tokenize",
+        "serve",
+        "load",
+        "bench",
+        "quality",
+        "quantize",
+        "size",
+        "doctor",
+    ):
         assert f"\n    {command} " in shown
     assert run(code=2) == shown
 
