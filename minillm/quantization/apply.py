@@ -2,7 +2,7 @@
 
 The embedding stays as it is: a step reads one row of it. The head, which in small models is the widest matrix, gets
 int8 with one scale a row whatever the scheme, because a few bits there hurt most (`head=` says otherwise). Routers of
-experts stay in full precision.
+experts stay in full precision, and so does the matrix that MLA takes apart to absorb it into queries and outputs.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from .smoothquant import smooth_block
 from .weight import QuantizedWeight, check_weight, quantize_weight
 
 HEAD = "lm_head"
+WHOLE = ("kv_b_proj",)  # multiplied by parts, which no packed layout gives
 
 
 @dataclass
@@ -53,7 +54,7 @@ def linear_layers(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, Linea
             name = f"{parent_name}.{attribute}".lstrip(".")
             if isinstance(layer, PackedLinear):
                 raise QuantizationError(f'{name} is packed for this CPU; load the model with dtype "float32" first')
-            if isinstance(layer, Linear):
+            if isinstance(layer, Linear) and attribute not in WHOLE:
                 yield parent, attribute, name, layer
 
 
@@ -132,7 +133,7 @@ class _Job:
     report: Report
 
     def block(self, index: int, block: nn.Module, found: dict, scheme: Scheme, prepare, choose) -> None:
-        names = {name: f"blocks.{index}.{name}" for name in found}
+        names = {name: full for name in found if (full := f"blocks.{index}.{name}") in self.chosen}
         narrowest = min((self.chosen[full].group or 0 for full in names.values()), default=0)
         prepare(block, found, scheme.with_group(narrowest or None))
         for name, full in names.items():

@@ -33,7 +33,8 @@ class Int8WeightOnly:
     @staticmethod
     def takes(weight: QuantizedWeight) -> bool:
         s = weight.scheme
-        return s.format == "int8" and s.symmetric and s.group is None
+        # the operator reads 16 columns at a time, past the end of a row that has fewer
+        return s.format == "int8" and s.symmetric and s.group is None and weight.shape[1] % 16 == 0
 
     def __call__(self, x: Tensor) -> Tensor:
         y = torch._weight_int8pack_mm(x.to(torch.bfloat16), self.codes, self.scale).to(x.dtype)

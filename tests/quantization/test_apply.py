@@ -8,7 +8,7 @@ import torch
 from minillm import checkpoint
 from minillm.analysis.quality import compare_models, window_logits
 from minillm.errors import QuantizationError
-from minillm.quantization import QuantizedLinear, quantize_
+from minillm.quantization import QuantizedLinear, parse, quantize_, quantize_weight
 from minillm.quantization.calibration import for_each_block
 from minillm.quantization.rotation import rotate_
 from tests import tiny
@@ -164,3 +164,25 @@ def test_twice_and_packed_are_refused(folder):
         quantize_(model, "int8")
     with pytest.raises(QuantizationError, match="float32"):
         quantize_(checkpoint.load_model(folder, "bfloat16"), "int8")
+
+
+@pytest.mark.parametrize("name", ["deepseek", "qwen3-next", "mixtral"])
+@pytest.mark.parametrize("scheme", ["int8", "int8-dynamic", "fp8", "gptq-int8"])
+def test_other_families(name, scheme, tmp_path):
+    """Latent attention, linear attention and experts: what can be quantized is, and the answer stays near."""
+    family = next(n for n in tiny.FAMILIES if n.startswith(name))
+    tiny.make(family).save_pretrained(tmp_path)
+    model, reference = loaded(tmp_path), loaded(tmp_path)
+    report = quantize_(model, scheme, TOKENS[:200])
+    assert report.layers == sum(isinstance(layer, QuantizedLinear) for layer in model.modules()) > 6
+    assert compare_models(model, reference, TOKENS[300:400]).kl < (0.3 if "dynamic" in scheme else 0.1)
+
+
+@pytest.mark.parametrize("columns", [8, 15, 24, 40, 48])
+def test_int8_at_odd_widths(columns):
+    """torch's operator reads 16 columns at a time and past the end of shorter rows."""
+    weight = torch.randn(20, columns, generator=torch.Generator().manual_seed(columns))
+    layer = QuantizedLinear(quantize_weight(weight, parse("int8")))
+    x = torch.randn(3, columns)
+    exact = x @ layer.weight.dequantize().t()
+    assert (layer(x) - exact).norm() < 0.01 * exact.norm()
