@@ -7,4 +7,5 @@ launch.py   triton or its stand-in, the backend switch, the checks every launche
 catalog.py  Case, Compilation, Bench: what a kernel file hands to tests, to the compiler and to the GPU run
 aot.py      python -m kernels aot: compiles everything for three generations of GPU without having one
 gpu.py      python -m kernels gpu: tests and times everything on the GPU at hand; gpu_model.py: the model end to end
+watch.py    what keeps that run going when a kernel takes the GPU down or never returns
 """
