@@ -46,7 +46,7 @@ class Scheduler:
         self.prefix_cache = make_prefix_cache(config.prefix_cache, self.pool)
         self.host = HostTier(config.num_host_blocks, config.block_size, config.eviction, config.host_reuse, self.events)
         self.states = StateSlots(config.num_state_slots or 0)
-        if self.states.total and config.prefix_cache != "off":
+        if self.states.total and not config.states_of_blocks and config.prefix_cache != "off":
             raise EngineError("a model with states cannot take prefixes from a cache; set prefix_cache to 'off'")
         if self.host.keeps:
             self.prefix_cache.on_evict = self.host.offload

@@ -72,11 +72,3 @@ def _shapes(config: ModelConfig) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Of one layer and slot: convolution, delta rule."""
     heads = (config.linear_num_value_heads, config.linear_key_head_dim, config.linear_value_head_dim)
     return (max(config.linear_conv_kernel_dim - 1, 0), config.conv_channels), heads
-
-
-def move_states(source: DeltaStates, target: DeltaStates, pairs: Sequence[tuple[int, int]]) -> None:
-    """Copies whole slots, all layers, of one store or between two. Every source is read before a target is written."""
-    if pairs:
-        sources, targets = (list(side) for side in zip(*pairs, strict=True))
-        target.conv[:, targets] = source.conv[:, sources].to(target.conv.device)
-        target.delta[:, targets] = source.delta[:, sources].to(target.delta.device)

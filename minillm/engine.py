@@ -56,7 +56,7 @@ class Engine:
             config, max_model_len=min(config.max_model_len, context), sliding_window=only,
             attention_sinks=model.config.attention_sinks,
         )  # fmt: skip
-        config = _with_states(config) if model.config.linear_layers else replace(config, num_state_slots=None)
+        config = _with_states(config, model, kv_cache_dtype)
         self.model, self.tokenizer, self.config = model, tokenizer, config
         try:
             self.runner = ModelRunner(
@@ -294,11 +294,16 @@ class Engine:
         return group, self._follow(group, request)
 
 
-def _with_states(config: SchedulerConfig) -> SchedulerConfig:
-    """For a model with linear layers: a state for each sequence that runs, and no prefix cache, since a hit would need
-    the state that the prefix left, which no block holds."""
+def _with_states(config: SchedulerConfig, model: Transformer, kv_cache_dtype: str) -> SchedulerConfig:
+    """A slot for each sequence that runs, where it keeps something beside its blocks. With linear layers there is no
+    prefix cache, since a hit would need the state that the prefix left, which no block holds; what int4 keeps is of the
+    block that is not full, and a prefix has whole ones."""
+    linear = bool(model.config.linear_layers)
+    if not linear and kv_cache_dtype != "int4":
+        return replace(config, num_state_slots=None)
     slots = min(config.num_state_slots or config.max_num_seqs, config.max_num_seqs)
-    return replace(config, prefix_cache="off", num_state_slots=slots)
+    config = replace(config, num_state_slots=slots, states_of_blocks=not linear)
+    return replace(config, prefix_cache="off") if linear else config
 
 
 def _and_states(config: SchedulerConfig) -> str:

@@ -35,6 +35,12 @@ def keys_and_values(config: ModelConfig, storage: Tensor) -> dict[int, tuple[Ten
     return {i: (layer[0], layer[1]) for i, layer in layers}
 
 
+def check_max_tokens(max_tokens: int) -> None:
+    """Raises RequestError for room that is none."""
+    if isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or max_tokens < 1:
+        raise RequestError(f"max_tokens is {max_tokens!r}; a cache must hold at least one token, a whole number")
+
+
 class NoCache:
     """Remembers nothing: every call must bring the whole sequence. What generation costs without a cache."""
 
@@ -81,13 +87,18 @@ class ContiguousCache(StateOfOne):
     subject of chapter 09. For MLA storage is (layers, 1, max_tokens, 1, C + P). Raises RequestError when a sequence
     outgrows it.
     L counts the layers that keep keys and values. A linear layer keeps a state instead, of one size at every length.
+    With dtype "int8", "fp8" or "int4" it is a QuantizedCache (quantization/kv_contiguous.py).
     """
+
+    def __new__(cls, config: ModelConfig, max_tokens: int, dtype=torch.float32, *args, **options):
+        if cls is ContiguousCache and isinstance(dtype, str):
+            from .quantization.kv_contiguous import QuantizedCache as cls  # noqa: N813
+        return super().__new__(cls)
 
     def __init__(
         self, config: ModelConfig, max_tokens: int, dtype=torch.float32, device="cpu", attention=sdpa_attention
     ) -> None:
-        if isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or max_tokens < 1:
-            raise RequestError(f"max_tokens is {max_tokens!r}; a cache must hold at least one token, a whole number")
+        check_max_tokens(max_tokens)
         self.config, self.attention, self.max_tokens, self.length = config, attention, max_tokens, 0
         sides, heads, width = config.kv_shape
         self.storage = torch.zeros((len(config.kv_layers), sides, max_tokens, heads, width), dtype=dtype, device=device)

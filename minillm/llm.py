@@ -11,12 +11,10 @@ from pathlib import Path
 from tqdm import tqdm
 
 from . import checkpoint
-from .delta_state import DeltaStates
 from .engine import Engine, Prompt
 from .errors import EngineError, RequestError
 from .outputs import RequestOutput
-from .paging import PagedCache
-from .runner import cache_dtype
+from .runner import bytes_of_block, bytes_of_slot
 from .sampling_params import SamplingParams
 from .scheduler_config import SchedulerConfig
 from .tokenizer import Tokenizer
@@ -34,13 +32,17 @@ _VLLM = {  # its name -> ours, where they differ
 }
 
 
+KEY_GROUP = 32  # tokens of a block whose keys are rounded together, where nobody says otherwise: KIVI's
+
+
 class LLM:
     """Offline inference: `LLM().generate(prompts, SamplingParams(...))`.
 
     model is a loaded Transformer (then tokenizer is needed), a path or hub name, or None for the default model.
     Memory for the cache is `num_blocks` blocks, or as many as `kv_cache_bytes` hold, and no more than `max_num_seqs`
-    sequences of `max_model_len` can use; of a model with linear layers up to half of it is states. `backend` is
-    "triton", "torch" or "auto", and None a loaded model's own. Further keywords are those of SchedulerConfig.
+    sequences of `max_model_len` can use; of a model with linear layers up to half of it is states. `kv_cache_dtype` is
+    auto, float32, bfloat16, float16, or quantized: int8, fp8, int4 (quantization/kv.py). `backend` is "triton", "torch"
+    or "auto", and None a loaded model's own. Further keywords are those of SchedulerConfig.
     """
 
     def __init__(
@@ -180,13 +182,15 @@ def scheduler_config(
             meant = _VLLM.get(name) or next(iter(get_close_matches(name, known, 1)), None)
             hint = f"use {meant}" if meant else f"the options are {', '.join(known)}"
             raise EngineError(f"{name} is no option of this engine; {hint}")
+    if kv_cache_dtype == "int4":
+        options = {"block_size": KEY_GROUP} | options
     config = SchedulerConfig(**options)
     if "num_blocks" in options:
         return config
     context = model.config.max_position_embeddings
-    size = PagedCache.bytes_of_block(model.config, config.block_size, cache_dtype(model, kv_cache_dtype))
+    size = bytes_of_block(model, config.block_size, kv_cache_dtype)
     longest = min(config.max_model_len, context)
-    if state := DeltaStates.bytes_of_slot(model.config):  # half at most for states; what they leave is for blocks
+    if state := bytes_of_slot(model, config.block_size, kv_cache_dtype):  # half at most; what they leave is for blocks
         slots = config.num_state_slots or max(1, min(config.max_num_seqs, kv_cache_bytes // (2 * state) - 1))
         config = replace(config, num_state_slots=slots)
         kv_cache_bytes = max(0, kv_cache_bytes - (1 + slots) * state)

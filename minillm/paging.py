@@ -110,7 +110,10 @@ class PagedCache:
     Bytes = 2 · L · num_blocks · block_size · Hkv · D · bytes per element; for MLA, L · … · (C + P) · …. L counts the
     layers that keep keys and values. Those that keep a state have one for each of `state_slots` sequences, and slot 0
     for padding (delta_state.py).
+    A cache of fewer bits, which stores scales beside its codes, is in quantization/kv_paged.py.
     """
+
+    read_as_written = True  # but for the rounding of one cast
 
     def __init__(
         self,
@@ -128,11 +131,20 @@ class PagedCache:
         shape = (len(config.kv_layers), sides, num_blocks, block_size, heads, width)
         self.storage = torch.empty(shape, dtype=dtype, device=device)  # pages of memory are touched when written
         self.storage[:, :, NULL] = 0
+        self.tensors = [self.storage]  # blocks are dimension 2 of each
         self.layers = keys_and_values(config, self.storage)  # (blocks, block_size, Hkv, D) each
+        self.slots = keys_and_values(config, self.storage.view(*shape[:2], -1, heads, width))
+        self._describe(dtype, state_slots)
+
+    def _describe(self, read_dtype: torch.dtype, state_slots: int) -> None:
+        config, device = self.config, self.tensors[0].device
+        self.device, self.read_dtype = device, read_dtype  # what `take` gives
+        self.read_bytes = self.block_size * math.prod(config.kv_shape) * read_dtype.itemsize  # of a block of one layer
         self.one_row = config.is_mla
         self.sight = [(config.window(layer), config.sinks(layer)) for layer in range(config.num_hidden_layers)]
-        self.slots = keys_and_values(config, self.storage.view(*shape[:2], -1, heads, width))
+        self.value_width = config.kv_lora_rank if config.is_mla else config.head_dim
         self.states = DeltaStates(config, 1 + state_slots, device) if config.linear_layers else None
+        self.slotted = [] if self.states is None else [self.states.conv, self.states.delta]  # slots are dimension 1
 
     @staticmethod
     def bytes_of_block(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
@@ -141,19 +153,38 @@ class PagedCache:
 
     @property
     def allocated_bytes(self) -> int:
-        return self.storage.nbytes + (0 if self.states is None else self.states.nbytes)
+        return sum(t.nbytes for t in (*self.tensors, *self.slotted))
 
     @property
     def block_bytes(self) -> int:
-        return self.storage.nbytes // self.num_blocks
+        return sum(t.nbytes for t in self.tensors) // self.num_blocks
+
+    def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor | None) -> None:
+        """k and v (T, Hkv, D) of one layer to `slots` (T,); v is None for MLA, whose values are part of its keys."""
+        for side, new in zip(self.slots[layer], (k, v), strict=True):
+            if new is not None:
+                side.index_copy_(0, slots, new.to(side.dtype))
+
+    def take(self, layer: int, blocks: Tensor) -> tuple[Tensor, Tensor]:
+        """Copies of blocks of keys and of values, (N, block_size, Hkv, D) each; MLA copies once for both."""
+        keys, values = self.layers[layer]
+        taken = keys.index_select(0, blocks)
+        if self.one_row:
+            return taken, taken[..., : self.value_width]
+        return taken, values.index_select(0, blocks)
 
     def step(self, metadata: StepMetadata, exact: bool = False) -> PagedStep:
         """The cache as one step sees it. `exact` attends each token by itself: bits that depend on it alone."""
+        self._begin(metadata)
+        return (ExactStep if exact else self.step_class)(self, metadata)
+
+    def _begin(self, metadata: StepMetadata) -> None:
+        """Clears what a padded read of this step may meet and nobody has written."""
         if metadata.begun:
-            self.storage[:, :, metadata.begun] = 0
+            for t in self.tensors:
+                t[:, :, metadata.begun] = 0
         if self.states is not None:
             self._begin_states(metadata)
-        return (ExactStep if exact else self.step_class)(self, metadata)
 
     def _begin_states(self, metadata: StepMetadata) -> None:
         """A sequence that begins begins from zero, whatever the slot's last owner left."""
@@ -167,14 +198,25 @@ class PagedCache:
         """Whole blocks, all layers. Every source is read before any target is written."""
         if pairs:
             sources, targets = (list(side) for side in zip(*pairs, strict=True))
-            self.storage[:, :, targets] = self.storage[:, :, sources]
+            for t in self.tensors:
+                t[:, :, targets] = t[:, :, sources]
 
 
 def move_blocks(source: PagedCache, target: PagedCache, pairs: Sequence[tuple[int, int]]) -> None:
     """Copies whole blocks between the device's cache and the host's."""
     if pairs:
         sources, targets = (list(side) for side in zip(*pairs, strict=True))
-        target.storage[:, :, targets] = source.storage[:, :, sources].to(target.storage.device)
+        for old, new in zip(source.tensors, target.tensors, strict=True):
+            new[:, :, targets] = old[:, :, sources].to(new.device)
+
+
+def move_slots(source: PagedCache, target: PagedCache, pairs: Sequence[tuple[int, int]]) -> None:
+    """Copies what whole sequences keep outside their blocks, of one cache or between two. Every source is read before a
+    target is written."""
+    if pairs:
+        sources, targets = (list(side) for side in zip(*pairs, strict=True))
+        for old, new in zip(source.slotted, target.slotted, strict=True):
+            new[:, targets] = old[:, sources].to(new.device)
 
 
 class _Group(NamedTuple):
@@ -207,7 +249,7 @@ class PagedStep(StateStep):
         self._decodes = sorted((s for s in metadata.sequences if s.count == 1), key=lambda s: s.start)
         self._groups: dict[int | None, list[_Group]] = {}
         self._tables: dict[tuple[int, int], Tensor] = {}
-        self.fresh = not any(s.start for s in metadata.sequences)
+        self.fresh = cache.read_as_written and not any(s.start for s in metadata.sequences)
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor | None, scale: float | None = None, keep: Tensor | None = None
@@ -238,14 +280,13 @@ class PagedStep(StateStep):
 
     def _empty(self, layer: int, q: Tensor) -> Tensor:
         """(T, H, width of a value), 0 where rows belong to nobody."""
-        shape = (*q.shape[:2], self.cache.layers[layer][1].shape[-1])
+        shape = (*q.shape[:2], self.cache.value_width)
         return q.new_empty(shape) if self._written is None else q.new_zeros(shape)
 
     def _write(self, layer: int, k: Tensor, v: Tensor | None) -> None:
-        for side, new in zip(self.cache.slots[layer], (k, v), strict=True):
-            if new is not None:  # the values of MLA are part of its keys
-                new = new if self._written is None else new[self._written]
-                side.index_copy_(0, self._slots, new.to(side.dtype))
+        if self._written is not None:
+            k, v = k[self._written], None if v is None else v[self._written]
+        self.cache.write(layer, self._slots, k, v)
 
     def _gather(self, layer: int, s: SequenceStep, window: int | None, sinks: int) -> tuple[Tensor, Tensor]:
         """Keys and values (S, Hkv, D) of one sequence in order, without the blocks that its first query cannot see."""
@@ -256,21 +297,17 @@ class PagedStep(StateStep):
             blocks = torch.tensor(used, dtype=torch.int32, device=self.metadata.device)
             self._tables[s.first, skipped] = blocks
         length = s.context - skipped * self.cache.block_size
-        keys, values = self._take(layer, blocks)
+        keys, values = self.cache.take(layer, blocks)
         return keys.flatten(0, 1)[:length], values.flatten(0, 1)[:length]
 
-    def _take(self, layer: int, blocks: Tensor) -> tuple[Tensor, Tensor]:
-        """Copies of blocks of keys and of values; MLA copies once for both."""
-        keys, values = self.cache.layers[layer]
-        taken = keys.index_select(0, blocks)
-        if self.cache.one_row:
-            return taken, taken[..., : values.shape[-1]]
-        return taken, values.index_select(0, blocks)
+    def _read_group(self, layer: int, group: _Group) -> tuple[Tensor, Tensor]:
+        """Keys and values of a group's tables, block after block."""
+        return self.cache.take(layer, group.tables)
 
     def _attend_group(self, layer: int, q: Tensor, group: _Group, scale: float | None) -> Tensor:
         """One query each: a group's query heads stand where queries stand, and padding is masked. -> (B, H, D)"""
         B, H, D = group.size, *q.shape[1:]
-        keys, values = self._take(layer, group.tables)
+        keys, values = self._read_group(layer, group)
         sides = (keys, as_wide_as_keys(values, keys))
         k, v = (side.view(B, -1, *side.shape[2:]).transpose(1, 2) for side in sides)  # (B, Hkv, S, D)
         q = q[group.rows].view(B, k.shape[1], -1, D)
@@ -283,8 +320,8 @@ class PagedStep(StateStep):
             return self._groups[window]
         groups, members = [], []
         size = self.cache.block_size
-        limit = GROUP_BYTES if self.cache.storage.device.type == "cpu" else GPU_GROUP_BYTES
-        most = limit * len(self.cache.layers) // self.cache.block_bytes  # blocks of one layer
+        limit = GROUP_BYTES if self.cache.device.type == "cpu" else GPU_GROUP_BYTES
+        most = limit // self.cache.read_bytes
         for s in self._decodes:  # ascending, so the last is the longest
             if members and (len(members) + 1) * -(-s.context // size) > most:
                 groups.append(self._group(members, window, sinks))
@@ -307,7 +344,7 @@ class PagedStep(StateStep):
         seen = slots < lengths
         if window is not None:
             seen &= (slots >= lengths - window) | (slots < sinks)
-        dtype = self.cache.storage.dtype
+        dtype = self.cache.read_dtype
         mask = torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, float("-inf"))
         return _Group(_rows([s.first for s in members], device), len(members), tables.flatten(), mask[:, None, None, :])
 

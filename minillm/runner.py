@@ -15,27 +15,69 @@ import torch
 from torch import Tensor
 
 from .backend import step_class
-from .delta_state import move_states
-from .errors import EngineError
+from .delta_state import DeltaStates
+from .errors import EngineError, short
 from .moe import with_experts
 from .pace import Pace
-from .paging import PagedCache, SequenceStep, StepMetadata, move_blocks
+from .paging import PagedCache, SequenceStep, StepMetadata, move_blocks, move_slots
 from .request import Request
+from .state_slots import StateCopies
 from .step_plan import Scheduled, SchedulerOutput
 from .transformer import Transformer
 
 TILE = 16
 CACHE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+QUANTIZED = ("int8", "fp8", "int4")  # quantization/kv.py
 
 
-def cache_dtype(model: Transformer, name: str = "auto") -> torch.dtype:
-    """How keys and values are stored. "auto" is the model's own type, or bfloat16 where its matrices multiply many rows
-    in bfloat16 anyway: half the bytes that attention reads. Raises EngineError for a name that is none of these."""
+def cache_dtype(model: Transformer, name: str = "auto") -> torch.dtype | str:
+    """How keys and values are stored: a dtype, or a name of QUANTIZED. "auto" is the model's own type, or bfloat16 where
+    its matrices multiply many rows in bfloat16 anyway: half the bytes that attention reads. Raises EngineError for a
+    name that is none of these."""
     if name == "auto":
         return torch.bfloat16 if "bfloat16" in model.layout else model.dtype
-    if name not in CACHE_DTYPES:
-        raise EngineError(f"kv_cache_dtype {name!r} is not known; choose one of auto, {', '.join(CACHE_DTYPES)}")
-    return CACHE_DTYPES[name]
+    check_cache_dtype(name)
+    return CACHE_DTYPES.get(name, name)
+
+
+def check_cache_dtype(name: str) -> None:
+    """Raises EngineError for a name that is not known."""
+    if not isinstance(name, str) or name not in ("auto", *CACHE_DTYPES, *QUANTIZED):
+        known = ", ".join(("auto", *CACHE_DTYPES, *QUANTIZED))
+        raise EngineError(f"kv_cache_dtype {short(repr(name))} is not known; choose one of {known}")
+
+
+def make_cache(
+    model: Transformer, num_blocks: int, block_size: int, name: str = "auto", device="cpu", state_slots: int = 0
+) -> PagedCache:
+    """The paged cache for `name`. Raises EngineError for a format that does not suit the model."""
+    dtype, steps = cache_dtype(model, name), step_class(model)
+    if isinstance(dtype, torch.dtype):
+        return PagedCache(model.config, num_blocks, block_size, dtype, device, steps, state_slots)
+    from .quantization.kv_paged import QuantizedPagedCache
+
+    read = cache_dtype(model)  # what attention would compute with otherwise
+    return QuantizedPagedCache(model.config, num_blocks, block_size, dtype, read, device, steps, state_slots)
+
+
+def bytes_of_block(model: Transformer, block_size: int, name: str = "auto") -> int:
+    """What one more block costs."""
+    dtype = cache_dtype(model, name)
+    if isinstance(dtype, torch.dtype):
+        return PagedCache.bytes_of_block(model.config, block_size, dtype)
+    from .quantization.kv import block_bytes
+
+    return block_bytes(model.config, dtype, block_size)
+
+
+def bytes_of_slot(model: Transformer, block_size: int, name: str = "auto") -> int:
+    """What one more running sequence costs beside its blocks: the states of linear layers, the newest tokens of int4."""
+    states = DeltaStates.bytes_of_slot(model.config)
+    if name != "int4":
+        return states
+    from .quantization.kv_tails import tail_bytes
+
+    return states + tail_bytes(model.config, block_size, cache_dtype(model))
 
 
 class ModelRunner:
@@ -55,12 +97,10 @@ class ModelRunner:
         if batch_invariant:  # an expert's rows would otherwise be as many as chose it
             model = with_experts(model, "fixed")
         self.model, self.block_size, self.batch_invariant = model, block_size, batch_invariant
-        dtype = cache_dtype(model, kv_cache_dtype)
-        steps = step_class(model)
-        self.cache = PagedCache(model.config, num_blocks, block_size, dtype, model.device, steps, num_state_slots)
+        self.cache = make_cache(model, num_blocks, block_size, kv_cache_dtype, model.device, num_state_slots)
         self.host = None
         if num_host_blocks:
-            self.host = PagedCache(model.config, num_host_blocks, block_size, dtype, state_slots=num_state_slots)
+            self.host = make_cache(model, num_host_blocks, block_size, kv_cache_dtype, state_slots=num_state_slots)
         self.pace = Pace(block_size, budget)
         if self.host is not None:
             self._time_a_copy()
@@ -82,8 +122,7 @@ class ModelRunner:
     @torch.inference_mode()
     def run(self, output: SchedulerOutput) -> Tensor | None:
         """Logits (rows, V) float32, a row for each part that samples, in their order; None if none does."""
-        if self.cache.states is not None:
-            self._move_states(output)
+        self._move_states(output.states)
         if output.swap_out:
             move_blocks(self.cache, self.host, output.swap_out)
         self.cache.copy_blocks(output.copies)
@@ -96,12 +135,11 @@ class ModelRunner:
         self._synchronize()  # whoever times a step means the step, not the time to launch it
         return logits
 
-    def _move_states(self, output: SchedulerOutput) -> None:
-        copies, states = output.states, self.cache.states
-        move_states(states, states, copies.forks)
+    def _move_states(self, copies: StateCopies) -> None:
+        move_slots(self.cache, self.cache, copies.forks)
         if self.host is not None:
-            move_states(states, self.host.states, copies.swap_out)
-            move_states(self.host.states, states, copies.swap_in)
+            move_slots(self.cache, self.host, copies.swap_out)
+            move_slots(self.host, self.cache, copies.swap_in)
 
     def _packed(self, parts: Sequence[Scheduled]) -> Tensor | None:
         """All tokens of the step laid end to end, once through the model."""

@@ -50,7 +50,9 @@ class SchedulerConfig:
     cached prefixes that the device gave up, which come back by `host_reuse`: "measured" (if copying is predicted to be
     faster than computing), "always", or "never".
     num_state_slots: of a model with linear layers, the sequences that can have a state at once; None is max_num_seqs.
-    Such a model runs without prefix cache: what a prefix left in the state is not kept, so a hit would have no state to
+    Likewise of an int4 KV cache, whose states are the tokens of unfilled blocks: `states_of_blocks`, which the engine
+    sets, says that they are no more than that, and that a prefix of whole blocks needs none.
+    A model with linear layers runs without prefix cache: what a prefix left in the state is not kept, so a hit would have no state to
     go on from, and the engine sets prefix_cache to "off".
     ttft_slo_s: refuse a request whose time to first token is predicted to be longer than this (pace.py).
     """
@@ -76,6 +78,7 @@ class SchedulerConfig:
     sliding_window: int | None = None  # of a model all of whose layers slide: blocks that fell out are released
     attention_sinks: int = 0  # first tokens that such a model sees all the same, whose blocks stay
     num_state_slots: int | None = None
+    states_of_blocks: bool = False
 
     def __post_init__(self) -> None:
         for name, (kind, least, most) in _RANGES.items():
@@ -83,7 +86,7 @@ class SchedulerConfig:
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise EngineError(f"{name} is {getattr(self, name)!r}; choose one of {', '.join(choices)}")
-        for name in ("enable_chunked_prefill", "continuous_batching"):
+        for name in ("enable_chunked_prefill", "continuous_batching", "states_of_blocks"):
             if not isinstance(getattr(self, name), bool):
                 raise EngineError(f"{name} is {getattr(self, name)!r}; it must be True or False")
         if not self.enable_chunked_prefill and self.max_num_batched_tokens < self.max_model_len:

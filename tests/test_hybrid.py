@@ -250,7 +250,7 @@ def test_forks_are_copied_before_anything_is_swapped(pair):
     runner = make_engine(pair, preemption="swap", num_host_blocks=8, num_state_slots=3).runner
     runner.cache.states.delta[:] = torch.arange(4.0)[:, None, None, None]
     runner.host.states.delta[:] = 10 * torch.arange(4.0)[:, None, None, None]
-    runner._move_states(SchedulerOutput(states=StateCopies([(1, 2), (3, 1)], [(2, 1)], [(3, 2)])))
+    runner._move_states(StateCopies([(1, 2), (3, 1)], [(2, 1)], [(3, 2)]))
     assert runner.cache.states.delta[0, :, 0, 0, 0].tolist() == [0, 3, 30, 3]
     assert runner.host.states.delta[0, :, 0, 0, 0].tolist() == [0, 1, 20, 30]
 
