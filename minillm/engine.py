@@ -20,7 +20,7 @@ from .generate import encode_prompt
 from .outputs import RequestMetrics, RequestOutput
 from .request import Request
 from .request_group import RequestGroup, SequenceText
-from .runner import ModelRunner
+from .runner import KEY_GROUP, ModelRunner
 from .sampling import SamplingError, SamplingState, sample
 from .sampling_params import SamplingParams
 from .step_plan import Scheduled, SchedulerOutput
@@ -48,7 +48,7 @@ class Engine:
         backend: str | None = None,
     ) -> None:
         model = with_backend(model, backend)  # None: the one it was loaded for
-        config = config or SchedulerConfig()
+        config = config or SchedulerConfig(**({"block_size": KEY_GROUP} if kv_cache_dtype == "int4" else {}))
         context = model.config.max_position_embeddings
         windows = {model.config.window(layer) for layer in range(model.config.num_hidden_layers)}
         only = next(iter(windows)) if len(windows) == 1 else None  # a full layer still needs what a window dropped

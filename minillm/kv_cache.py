@@ -92,7 +92,7 @@ class ContiguousCache(StateOfOne):
 
     def __new__(cls, config: ModelConfig, max_tokens: int, dtype=torch.float32, *args, **options):
         if cls is ContiguousCache and isinstance(dtype, str):
-            from .quantization.kv_contiguous import QuantizedCache as cls  # noqa: N813
+            from .quantization.kv_contiguous import QuantizedCache as cls
         return super().__new__(cls)
 
     def __init__(

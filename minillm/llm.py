@@ -14,7 +14,7 @@ from . import checkpoint
 from .engine import Engine, Prompt
 from .errors import EngineError, RequestError
 from .outputs import RequestOutput
-from .runner import bytes_of_block, bytes_of_slot
+from .runner import KEY_GROUP, bytes_of_block, bytes_of_slot
 from .sampling_params import SamplingParams
 from .scheduler_config import SchedulerConfig
 from .tokenizer import Tokenizer
@@ -30,9 +30,6 @@ _VLLM = {  # its name -> ours, where they differ
     "seed": "SamplingParams(seed=...), one for each request",
     "tensor_parallel_size": "nothing: the engine runs on one device",
 }
-
-
-KEY_GROUP = 32  # tokens of a block whose keys are rounded together, where nobody says otherwise: KIVI's
 
 
 class LLM:

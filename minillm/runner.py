@@ -28,12 +28,13 @@ from .transformer import Transformer
 TILE = 16
 CACHE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 QUANTIZED = ("int8", "fp8", "int4")  # quantization/kv.py
+KEY_GROUP = 32  # tokens of a block of an int4 cache, where nobody says otherwise: KIVI's group
 
 
 def cache_dtype(model: Transformer, name: str = "auto") -> torch.dtype | str:
-    """How keys and values are stored: a dtype, or a name of QUANTIZED. "auto" is the model's own type, or bfloat16 where
-    its matrices multiply many rows in bfloat16 anyway: half the bytes that attention reads. Raises EngineError for a
-    name that is none of these."""
+    """How keys and values are stored: a dtype, or a name of QUANTIZED. "auto" is the model's own type, or bfloat16
+    where its matrices multiply many rows in bfloat16 anyway: half the bytes that attention reads. Raises EngineError
+    for a name that is none of these."""
     if name == "auto":
         return torch.bfloat16 if "bfloat16" in model.layout else model.dtype
     check_cache_dtype(name)
@@ -71,7 +72,7 @@ def bytes_of_block(model: Transformer, block_size: int, name: str = "auto") -> i
 
 
 def bytes_of_slot(model: Transformer, block_size: int, name: str = "auto") -> int:
-    """What one more running sequence costs beside its blocks: the states of linear layers, the newest tokens of int4."""
+    """What one more running sequence costs beside its blocks: linear layers' states, the newest tokens of int4."""
     states = DeltaStates.bytes_of_slot(model.config)
     if name != "int4":
         return states

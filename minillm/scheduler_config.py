@@ -52,8 +52,8 @@ class SchedulerConfig:
     num_state_slots: of a model with linear layers, the sequences that can have a state at once; None is max_num_seqs.
     Likewise of an int4 KV cache, whose states are the tokens of unfilled blocks: `states_of_blocks`, which the engine
     sets, says that they are no more than that, and that a prefix of whole blocks needs none.
-    A model with linear layers runs without prefix cache: what a prefix left in the state is not kept, so a hit would have no state to
-    go on from, and the engine sets prefix_cache to "off".
+    A model with linear layers runs without prefix cache: what a prefix left in the state is not kept, so a hit would
+    have no state to go on from, and the engine sets prefix_cache to "off".
     ttft_slo_s: refuse a request whose time to first token is predicted to be longer than this (pace.py).
     """
 

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from .storage import write_atomically
 from .tokenizer import Tokenizer
 from .vocabulary import bytes_to_token
 
@@ -20,7 +21,8 @@ def save_tokenizer(tokenizer: Tokenizer, folder: str | Path) -> None:
     files = {"tokenizer.json": tokenizer_json(tokenizer), "tokenizer_config.json": settings,
              "generation_config.json": {"eos_token_id": list(v.eos_ids)}}  # fmt: skip
     for name, value in files.items():
-        (folder / name).write_text(json.dumps(value, ensure_ascii=False, indent=1), encoding="utf-8")
+        data = json.dumps(value, ensure_ascii=False, indent=1).encode()
+        write_atomically(folder / name, lambda file, data=data: file.write(data))
 
 
 def tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:

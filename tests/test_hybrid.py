@@ -24,7 +24,6 @@ from minillm.kv_cache import ContiguousCache, NoCache, WindowCache
 from minillm.paging import PagedCache, SequenceStep, StepMetadata
 from minillm.sampling import SamplingParams
 from minillm.state_slots import StateCopies
-from minillm.step_plan import SchedulerOutput
 from tests import tiny
 from tests.serving import answers, expected, make_engine, make_tiny, run
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..config import ModelConfig
-from .formats import format_of
+from .formats import Format, format_of
 from .numbers import whole_number
 
 STATE_ELEMENT_BYTES = 4  # states are float32 whatever keys and values are
@@ -15,6 +15,20 @@ STATE_ELEMENT_BYTES = 4  # states are float32 whatever keys and values are
 def kv_heads_per_rank(config: ModelConfig, tensor_parallel: int) -> int:
     """KV heads one rank stores: max(1, H_kv / ranks), rounded up."""
     return -(-config.num_key_value_heads // tensor_parallel)
+
+
+def cache_format(config: ModelConfig, name: str, block_size: int = 32) -> Format:
+    """What an engine with this `kv_cache_dtype` stores, scales included, for `kv` below (quantization/kv.py).
+
+    int8: a float32 scale for each token and head. int4: a scale and a minimum in 16 bits for each group of 32 numbers,
+    of keys no more than a block of tokens. Other names are those of `format_of`.
+    """
+    if name == "int8":
+        return Format("int8 cache", 8, config.kv_shape[2], scale_bits=32)
+    if name == "int4":
+        bits = 32 * (1 / min(32, block_size) + 1 / 32) / 2  # of a number of keys, of values
+        return Format("int4 cache", 4 + bits)
+    return format_of(name)
 
 
 def kv_row_bytes(layers: int, kv_heads: int, head_dim: int, kv: Any = "bfloat16") -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from pydoc_data import topics
@@ -109,10 +110,17 @@ def _first_ids(tokenizer: Tokenizer, text: str, tokens: int) -> list[int]:
     return ids
 
 
-def compare_models(model: Transformer, reference: Transformer, ids: list[int], window: int = WINDOW) -> Quality:
+def compare_models(
+    model: Transformer,
+    reference: Transformer,
+    ids: list[int],
+    window: int = WINDOW,
+    make_cache: Callable[[int], Any] | None = None,
+) -> Quality:
     """Both models on windows of `ids`, each window from an empty cache; every token but a window's first is predicted.
 
-    Prefill, so for a quantized model the kernels of many rows are what is measured.
+    Prefill, so for a quantized model the kernels of many rows are what is measured. `make_cache(tokens)` is the cache
+    of `model`, by default one of its dtype; a quantized one is read in prefill as in decode, so both lose the same.
     """
     nats = reference_nats = kl = agree = 0.0
     count = 0
@@ -120,7 +128,8 @@ def compare_models(model: Transformer, reference: Transformer, ids: list[int], w
         part = ids[start : start + window]
         if len(part) < 2:
             break
-        ours, exact = window_logits(model, part), window_logits(reference, part)
+        ours = window_logits(model, part, make_cache(len(part)) if make_cache else None)
+        exact = window_logits(reference, part)
         rows = len(part) - 1
         nats += loss(ours, part) * rows
         reference_nats += loss(exact, part) * rows
@@ -131,9 +140,9 @@ def compare_models(model: Transformer, reference: Transformer, ids: list[int], w
 
 
 @torch.inference_mode()
-def window_logits(model: Transformer, ids: list[int]) -> Tensor:
-    """Logits (T, V) float32 on the CPU of one prefill."""
-    cache = ContiguousCache(model.config, len(ids), model.dtype, model.device)
+def window_logits(model: Transformer, ids: list[int], cache=None) -> Tensor:
+    """Logits (T, V) float32 on the CPU of one prefill, into an empty cache."""
+    cache = ContiguousCache(model.config, len(ids), model.dtype, model.device) if cache is None else cache
     tokens = torch.tensor(ids, device=model.device)
     hidden = model(tokens, torch.arange(len(ids), device=model.device), cache)
     return model.logits(hidden).float().cpu()

@@ -52,6 +52,7 @@ def add_parser(commands) -> None:
     parser.add_argument("--quality", action="store_true", help="what the layout's rounding changed, against float32")
     common.add_json(parser)
     common.add_model_options(parser)
+    common.add_kv_cache_dtype(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -75,8 +76,8 @@ def _bench(args: argparse.Namespace, device: str) -> dict[str, Any]:
     model, tokenizer = common.load(args)
     load_s = time.perf_counter() - started
     sizes.check(model.config.max_position_embeddings)
-    jobs = _jobs(args.workload, model, tokenizer)
-    ours = measure.Minillm(model, tokenizer)
+    jobs = _jobs(args.workload, model, tokenizer, args.kv_cache_dtype)
+    ours = measure.Minillm(model, tokenizer, common.cache_maker(model, args.kv_cache_dtype))
     prompt = measure.text_ids(tokenizer, max(sizes.prompt, sizes.prefill))
     measure.warm_up(ours, prompt, sizes)
     peak = measure.peak_rss_bytes()  # before anything that is not the model takes memory
@@ -92,8 +93,8 @@ def _bench(args: argparse.Namespace, device: str) -> dict[str, Any]:
     runs = measure.take_turns(engines, prompt, sizes)
     from .throughput import compare
 
-    many = compare(model, tokenizer, jobs, sizes.rounds, engines.get("transformers"))
-    bound = decode_bound(model, sizes.prompt + sizes.output / 2, hardware)
+    many = compare(model, tokenizer, jobs, sizes.rounds, engines.get("transformers"), args.kv_cache_dtype)
+    bound = decode_bound(model, sizes.prompt + sizes.output / 2, hardware, args.kv_cache_dtype)
     values = {
         **_speeds(runs["minillm"], sizes),
         **_roofline(runs["minillm"], sizes, bound),
@@ -105,6 +106,7 @@ def _bench(args: argparse.Namespace, device: str) -> dict[str, Any]:
         "layout": model.layout,
         "dtype": args.dtype,
         "quantize": args.quantize,
+        "kv_cache_dtype": args.kv_cache_dtype,
         "weight_bytes_held": held_bytes(model),
         **_circumstances(args, hardware, sizes),
     }
@@ -117,10 +119,10 @@ def _bench(args: argparse.Namespace, device: str) -> dict[str, Any]:
     return values
 
 
-def _jobs(path: str | None, model, tokenizer) -> list:
+def _jobs(path: str | None, model, tokenizer, kv_cache_dtype: str) -> list:
     from . import throughput, workload
 
-    longest = throughput.longest(throughput.config_of(model))
+    longest = throughput.longest(throughput.config_of(model, kv_cache_dtype))
     if path is None:
         return workload.draw(tokenizer, longest)
     return workload.read(path, min(model.config.vocab_size, tokenizer.vocab_size), longest)

@@ -84,6 +84,26 @@ def add_model_options(parser: argparse.ArgumentParser, weights: bool = True, qua
     group.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: torch's own choice)")
 
 
+def add_kv_cache_dtype(group) -> None:
+    group.add_argument(
+        "--kv-cache-dtype", default="auto", metavar="NAME",
+        help="how keys and values are stored: auto, float32, bfloat16 or float16, or quantized: int8, fp8, int4",
+    )  # fmt: skip
+
+
+def cache_maker(model: Transformer, name: str):
+    """tokens -> a cache of one sequence that stores keys and values as --kv-cache-dtype says; None for auto, where each
+    command has its own."""
+    if name == "auto":
+        return None
+    from ..backend import attention
+    from ..kv_cache import ContiguousCache
+    from ..runner import cache_dtype
+
+    dtype = cache_dtype(model, name)
+    return lambda tokens: ContiguousCache(model.config, tokens, dtype, model.device, attention(model))
+
+
 # flag -> (type, metavar, help); the names are those of SamplingParams
 _NUMBERS = {
     "temperature": (float, "T", "0 takes the likeliest token; higher draws more freely"),
@@ -165,11 +185,20 @@ def prepare(args: argparse.Namespace) -> str:
 def load(args: argparse.Namespace) -> tuple[Transformer, Tokenizer]:
     """Model and tokenizer as the options ask. Raises MinillmError."""
     device = prepare(args)
+    _check_cache(args)
     if args.quantize is not None:
         return _load_quantized(args, device)
     from .. import checkpoint
 
     return checkpoint.load(args.model, args.dtype, device, args.backend)
+
+
+def _check_cache(args: argparse.Namespace) -> None:
+    """A bad --kv-cache-dtype is told before a model is loaded."""
+    if hasattr(args, "kv_cache_dtype"):
+        from ..runner import check_cache_dtype
+
+        check_cache_dtype(args.kv_cache_dtype)
 
 
 def _load_quantized(args: argparse.Namespace, device: str) -> tuple[Transformer, Tokenizer]:

@@ -30,6 +30,7 @@ def add_parser(commands) -> None:
     parser.add_argument("--prompt-ids", metavar="IDS", help="token ids instead of a text, such as 504,3575,282")
     common.add_json(parser)
     common.add_model_options(parser)
+    common.add_kv_cache_dtype(parser)
     common.add_sampling_options(parser, temperature=0.0, top_p=1.0, max_tokens=64)
     parser.add_argument("--logprobs", type=int, metavar="K", help="with --json: log-probabilities and the K likeliest")
     parser.add_argument("--n", type=int, default=1, metavar="N", help="answers to draw (default: 1)")
@@ -44,18 +45,31 @@ def run(args: argparse.Namespace) -> int:
     from .. import generate
 
     prompt = generate.encode_prompt(model, tokenizer, prompt)
+    new_cache = _cache_of(args, model, len(prompt))
     if not args.json:
         for sequence in range(params.n):
             if params.n > 1:
                 print(f"--- {sequence + 1} of {params.n}")
-            chunks = generate.stream(model, tokenizer, prompt, replace(params, n=1), sequence=sequence)
+            chunks = generate.stream(model, tokenizer, prompt, replace(params, n=1), new_cache(), sequence=sequence)
             common.show(chunk.text for chunk in chunks)
             print()
         return 0
-    answers = [common.completion_values(c) for c in generate.generate_n(model, tokenizer, prompt, params)]
+    one = replace(params, n=1)
+    done = [generate.generate(model, tokenizer, prompt, one, new_cache(), sequence=i) for i in range(params.n)]
+    answers = [common.completion_values(c) for c in done]
     values = {**answers[0], "seed": params.seed, "layout": model.layout, "device": str(model.device)}
+    values["kv_cache_dtype"] = args.kv_cache_dtype
     common.print_json(values if params.n == 1 else values | {"completions": answers})
     return 0
+
+
+def _cache_of(args: argparse.Namespace, model, prompt_tokens: int):
+    """() -> a cache for one answer, or None for generate's own."""
+    make = common.cache_maker(model, args.kv_cache_dtype)
+    if make is None:
+        return lambda: None
+    context = model.config.max_position_embeddings
+    return lambda: make(context if args.max_tokens is None else min(context, prompt_tokens + args.max_tokens))
 
 
 def _prompt(args: argparse.Namespace) -> str | list[int]:

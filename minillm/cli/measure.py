@@ -64,12 +64,13 @@ class Minillm:
 
     version = ""
 
-    def __init__(self, model: Transformer, tokenizer: Tokenizer) -> None:
-        self.model, self.tokenizer = model, tokenizer
+    def __init__(self, model: Transformer, tokenizer: Tokenizer, make_cache=None) -> None:
+        self.model, self.tokenizer, self.make_cache = model, tokenizer, make_cache
 
     def token_times(self, ids: Sequence[int], count: int) -> tuple[list[float], list[int]]:
         params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
-        done = generate(self.model, self.tokenizer, ids, params)
+        cache = None if self.make_cache is None else self.make_cache(len(ids) + count)
+        done = generate(self.model, self.tokenizer, ids, params, cache)
         return done.token_times, done.token_ids
 
 

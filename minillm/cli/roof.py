@@ -32,11 +32,13 @@ class DecodeBound:
         return self.bytes / self.bandwidth
 
 
-def decode_bound(model: Transformer, context: float, hardware: Hardware) -> DecodeBound:
+def decode_bound(model: Transformer, context: float, hardware: Hardware, kv_cache_dtype: str = "auto") -> DecodeBound:
     """The bound of a step that attends to `context` tokens, a mean over the steps measured."""
     from ..analysis import Step, kv_bytes, step_costs, total
+    from ..analysis.kv_size import cache_format
 
-    kv = kv_bytes(model.config, round(context), model.dtype)
+    kv = model.dtype if kv_cache_dtype == "auto" else cache_format(model.config, kv_cache_dtype)
+    kv = kv_bytes(model.config, round(context), kv)
     flops = total(step_costs(model.config, Step.decode(round(context)))).flops
     return DecodeBound(model.decode_bytes(), round(kv), hardware.bandwidth, flops / hardware.peak(_arithmetic(model)))
 

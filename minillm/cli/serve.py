@@ -60,7 +60,7 @@ def add_parser(commands) -> None:
         group.add_argument(*names, dest=flag.replace("-", "_"), type=kind, metavar=metavar, help=text)
     for flag, text in _SWITCHES.items():
         group.add_argument(f"--{flag}", action="store_true", help=text)
-    group.add_argument("--kv-cache-dtype", default="auto", metavar="NAME", help="auto, float32, bfloat16 or float16")
+    common.add_kv_cache_dtype(group)
     group.add_argument("--kv-cache-bytes", type=int, default=1 << 30, metavar="N", help="memory for the KV cache "
                        "(default: 1 GiB)")  # fmt: skip
 

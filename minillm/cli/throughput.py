@@ -29,9 +29,10 @@ ROUNDS = 3  # at most: one is thousands of steps long, where a round of `measure
 CACHE_BYTES = 1 << 30
 
 
-def config_of(model: Transformer) -> SchedulerConfig:
+def config_of(model: Transformer, kv_cache_dtype: str = "auto") -> SchedulerConfig:
     """The engine's settings, max_model_len clamped to the model's context as the engine does it."""
-    config = scheduler_config(model, CACHE_BYTES, {"prefix_cache": "off"})  # no job may find what another left
+    options = {"prefix_cache": "off"}  # no job may find what another left
+    config = scheduler_config(model, CACHE_BYTES, options, kv_cache_dtype)
     return replace(config, max_model_len=min(config.max_model_len, model.config.max_position_embeddings))
 
 
@@ -40,15 +41,18 @@ def longest(config: SchedulerConfig) -> int:
     return Scheduler(config).max_sequence
 
 
-def compare(model: Transformer, tokenizer: Tokenizer, jobs: Sequence[Job], rounds: int, rival=None) -> dict[str, Any]:
+def compare(
+    model: Transformer, tokenizer: Tokenizer, jobs: Sequence[Job], rounds: int, rival=None, kv_cache_dtype: str = "auto"
+) -> dict[str, Any]:
     """Median tokens/s of each way, over rounds in which they take turns, and the cache's waste."""
-    config = config_of(model)
+    config = config_of(model, kv_cache_dtype)
     static = replace(config, continuous_batching=False, max_num_seqs=STATIC_BATCH)
-    ways: dict[str, Callable[[], None]] = {"continuous": lambda: serve(model, tokenizer, config, jobs)}
+    ways: dict[str, Callable[[], None]] = {"continuous": lambda: serve(model, tokenizer, config, jobs, kv_cache_dtype)}
     if rival is not None:
-        ways["static"] = lambda: serve(model, tokenizer, static, jobs)
+        ways["static"] = lambda: serve(model, tokenizer, static, jobs, kv_cache_dtype)
         ways["transformers"] = lambda: rival.static_batches(jobs, STATIC_BATCH)
-    serve(model, tokenizer, config, [Job(job.prompt_token_ids, min(2, job.max_tokens)) for job in jobs])  # warm-up
+    brief = [Job(job.prompt_token_ids, min(2, job.max_tokens)) for job in jobs]
+    serve(model, tokenizer, config, brief, kv_cache_dtype)  # warm-up
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(min(rounds, ROUNDS)):
         for name, run in ways.items():
@@ -66,9 +70,11 @@ def compare(model: Transformer, tokenizer: Tokenizer, jobs: Sequence[Job], round
     }
 
 
-def serve(model: Transformer, tokenizer: Tokenizer, config: SchedulerConfig, jobs: Sequence[Job]) -> None:
+def serve(
+    model: Transformer, tokenizer: Tokenizer, config: SchedulerConfig, jobs: Sequence[Job], kv_cache_dtype: str = "auto"
+) -> None:
     """All jobs at once, to the end. Raises EngineError if one of them failed."""
-    engine = Engine(model, tokenizer, config)
+    engine = Engine(model, tokenizer, config, kv_cache_dtype=kv_cache_dtype)
     for i, job in enumerate(jobs):
         params = SamplingParams(temperature=0, max_tokens=job.max_tokens, ignore_eos=True)
         engine.add_request(str(i), job.prompt_token_ids, params)

@@ -63,12 +63,14 @@ def layout(config: ModelConfig, name: str, block_size: int) -> list[Stored]:
             "kv_cache_dtype int4 wants keys and values apart and this model keeps one latent; use int8 or fp8"
         )
     if width % GROUP:
-        raise EngineError(f"kv_cache_dtype int4 has groups of {GROUP}, which heads of {width} do not divide into; use int8 or fp8")
+        raise EngineError(
+            f"kv_cache_dtype int4 has groups of {GROUP}, and heads of {width} are no multiple of it; use int8 or fp8"
+        )
     group = key_group(block_size)
     if block_size % group or block_size < 2:
         raise EngineError(
-            f"kv_cache_dtype int4 groups {GROUP} tokens of a block; block_size {block_size} must be a multiple of it, or "
-            f"from 2 to {GROUP}"
+            f"kv_cache_dtype int4 groups {GROUP} tokens of a block; block_size is {block_size} and must be a multiple "
+            f"of it, or from 2 to {GROUP}"
         )
     return [
         Stored((block_size, heads, width // 2), torch.uint8, 2),
@@ -109,8 +111,8 @@ def dequantize_fp8(codes: Tensor) -> Tensor:
 
 
 def quantize_keys(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """x (..., S, H, D), S a multiple of `group` -> packed codes (..., S, H, D / 2) and (..., S / group, H, D, 2) float16:
-    scale and minimum of each channel in `group` tokens."""
+    """x (..., S, H, D), S a multiple of `group` -> packed codes (..., S, H, D / 2) and (..., S / group, H, D, 2)
+    float16: scale and minimum of each channel in `group` tokens."""
     grouped = x.to(torch.float32).unflatten(-3, (-1, group))  # (..., S / group, group, H, D)
     codes, meta = _asymmetric(grouped, dim=-3)
     return pack_codes(codes.flatten(-4, -3), 4), meta.squeeze(-4)
@@ -124,7 +126,7 @@ def dequantize_keys(codes: Tensor, meta: Tensor) -> Tensor:
 
 
 def quantize_values(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x (..., D) -> packed codes (..., D / 2) and (..., D / 32, 2) float16: scale and minimum of 32 channels of a token."""
+    """x (..., D) -> packed codes (..., D / 2) and (..., D / 32, 2) float16: scale and minimum of 32 channels."""
     codes, meta = _asymmetric(x.to(torch.float32).unflatten(-1, (-1, GROUP)), dim=-1)
     return pack_codes(codes.flatten(-2), 4), meta.squeeze(-2)
 

@@ -71,15 +71,15 @@ class QuantizedCache(ContiguousCache):
         self._oldest = max(self._oldest, self.length // GROUP - 1)
 
     def truncate(self, length: int) -> None:
-        """As ContiguousCache. int4 goes back to the beginning of any block, or into the newest two. Raises RequestError."""
+        """As ContiguousCache. int4 goes back to where any block begins, or into the newest two. Raises RequestError."""
         if not 0 <= length <= self.length:
             raise RequestError(f"cannot truncate to {length} tokens: the cache holds {self.length}")
         if self.config.linear_layers and length not in (0, self.length):
             raise RequestError(f"cannot truncate to {length} tokens: linear layers keep one state; reset and recompute")
         if self.paged.tails and length % GROUP and length // GROUP < self._oldest:
             raise RequestError(
-                f"cannot truncate to {length} tokens: int4 has them rounded; take {length // GROUP * GROUP}, where a block "
-                "begins"
+                f"cannot truncate to {length} tokens: int4 has them rounded; take {length - length % GROUP}, where a "
+                "block begins"
             )
         self.length, self._view = length, None
         self._oldest = min(self._oldest, length // GROUP)

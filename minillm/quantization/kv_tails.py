@@ -45,8 +45,10 @@ def _shape(config: ModelConfig, block_size: int, slots: int) -> tuple[int, ...]:
 
 
 def begin_tails(tails: Tensor, metadata: StepMetadata) -> None:
-    """Clears the halves in which a decode begins a block, so that its padded reads meet finite numbers. Raises BlockError
-    unless every sequence has a slot of its own."""
+    """Clears the halves in which a decode begins a block, so that its padded reads meet finite numbers.
+
+    Raises BlockError unless every sequence has a slot of its own.
+    """
     size, slots = metadata.block_size, [s.state_slot for s in metadata.sequences]
     if 0 in slots or len(set(slots)) < len(slots):
         raise BlockError(f"the step's sequences have state slots {slots}; each needs one of its own, above 0")

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor, nn
 
 from ..attention import Attention
 from ..errors import QuantizationError
 from ..layers import Linear, SwiGLU
+from ..storage import write_atomically
 from ..tokenizer import Tokenizer
 from ..tokenizer_export import save_tokenizer
 from ..transformer import Transformer
@@ -41,12 +42,13 @@ def save_quantized(
             tensors[name] = layer.to(dtype)
     if not schemes:
         raise QuantizationError("the model is not quantized; call quantize_(model, scheme) first")
-    folder.mkdir(parents=True, exist_ok=True)
     whole = {name: t.clone(memory_format=torch.contiguous_format) for name, t in tensors.items()}  # none shares memory
-    save_file(whole, folder / "model.safetensors", {"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(_config(model, schemes), indent=2), encoding="utf-8")
+    data = save(whole, {"format": "pt"})
+    write_atomically(folder / "model.safetensors", lambda file: file.write(data))
     if tokenizer is not None:
         save_tokenizer(tokenizer, folder)
+    config = json.dumps(_config(model, schemes), indent=2).encode()
+    write_atomically(folder / "config.json", lambda file: file.write(config))  # last: without it nothing is loaded
     return sum(t.nbytes for t in tensors.values())
 
 
