@@ -165,6 +165,10 @@ class PagedCache:
             if new is not None:
                 side.index_copy_(0, slots, new.to(side.dtype))
 
+    def for_kernels(self, layer: int) -> tuple[Tensor, Tensor, dict[str, Tensor]] | None:
+        """Keys, values and their scales as the Triton kernels read and write them; None where they cannot."""
+        return *self.layers[layer], {}
+
     def take(self, layer: int, blocks: Tensor) -> tuple[Tensor, Tensor]:
         """Copies of blocks of keys and of values, (N, block_size, Hkv, D) each; MLA copies once for both."""
         keys, values = self.layers[layer]

@@ -27,20 +27,22 @@ class TritonStep(PagedStep):
         self, layer: int, q: Tensor, k: Tensor, v: Tensor | None, scale: float | None = None, keep: Tensor | None = None
     ) -> Tensor:
         window, sinks = self.cache.sight[layer]
+        found = self.cache.for_kernels(layer)
+        if found is None:
+            return super().attend(layer, q, k, v, scale, keep)
         if keep is None and v is None and self._one_each and self._latent_fits():
             return self._attend_latent(layer, q, k, scale)
         grouped = v is not None and keep is None and scale is None and not sinks
         if not grouped or q.shape[2] > MAX_HEAD or q.shape[1] // k.shape[1] > MAX_GROUP:
             return super().attend(layer, q, k, v, scale, keep)
         self._write(layer, k, v)
-        step, (keys, values) = self.metadata, self.cache.layers[layer]
+        step, (keys, values, scales) = self.metadata, found
         tables, lengths = step.block_tables, step.context_lengths
-        q16 = q.to(keys.dtype)
+        q16, options = q.to(self.cache.read_dtype), {"window": window, "backend": "triton", **scales}
         if self._one_each:
-            out = paged_decode(q16, keys, values, tables, lengths, window=window, backend="triton")
+            out = paged_decode(q16, keys, values, tables, lengths, **options)
         else:
-            starts = step.query_starts
-            out = paged_attention(q16, keys, values, starts, tables, lengths, window=window, backend="triton")
+            out = paged_attention(q16, keys, values, step.query_starts, tables, lengths, **options)
         return out.to(q.dtype)
 
     def delta_rule(self, layer: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
@@ -72,10 +74,12 @@ class TritonStep(PagedStep):
         return out.to(q.dtype)
 
     def _write(self, layer: int, k: Tensor, v: Tensor | None) -> None:
-        if v is None:
+        found = self.cache.for_kernels(layer)
+        if v is None or found is None:
             super()._write(layer, k, v)
         else:
-            kv_write(k, v, *self.cache.layers[layer], self.metadata.slot_mapping, backend="triton")
+            keys, values, scales = found
+            kv_write(k, v, keys, values, self.metadata.slot_mapping, **scales, backend="triton")
 
 
 def flash(

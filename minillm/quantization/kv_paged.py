@@ -89,6 +89,13 @@ class QuantizedPagedCache(PagedCache):
             for part, code in zip(self.parts[layer][side], codes, strict=True):
                 part.index_copy_(0, blocks, code)
 
+    def for_kernels(self, layer: int) -> tuple[Tensor, Tensor, dict[str, Tensor]] | None:
+        """int8 is the kernels' own format. They write fp8 and do not read it, and know nothing of int4."""
+        if self.name != "int8" or self.one_row:
+            return None
+        (keys, k_scales), (values, v_scales) = self.parts[layer]
+        return keys, values, {"k_scales": k_scales, "v_scales": v_scales}
+
     def take(self, layer: int, blocks: Tensor) -> tuple[Tensor, Tensor]:
         """As read: dequantized."""
         sides = []

@@ -60,7 +60,8 @@ def test_int8_is_what_the_kernel_writes():
     codes, scale = kv.quantize_int8(x)
     empty = [torch.zeros(2, 4, 3, 64, dtype=torch.int8)] * 2, [torch.zeros(2, 4, 3)] * 2
     keys, _, scales, _ = kv_write_reference(x, x, *empty[0], torch.arange(5), *empty[1])
-    assert torch.equal(keys.flatten(0, 1)[:5], codes) and torch.equal(scales.flatten(0, 1)[:5], scale)
+    assert torch.equal(keys.flatten(0, 1)[:5], codes)
+    assert torch.equal(scales.flatten(0, 1)[:5], scale)
 
 
 def test_asymmetric_codes_are_float64s_own():
@@ -139,7 +140,9 @@ def test_real_keys_have_outlier_channels_and_values_have_not(real_keys):
 def test_errors_on_real_keys(real_keys):
     keys, values = real_keys
     errors = {name: relative(keys, there_and_back(name, 0, keys)) for name in kv.KV_FORMATS}
-    assert errors["int8"] < 0.012 and errors["fp8"] < 0.03 and errors["int4"] < 0.05
+    assert errors["int8"] < 0.012
+    assert errors["fp8"] < 0.03
+    assert errors["int4"] < 0.05
     by_token = relative(keys, there_and_back("int4", 1, keys))
     assert by_token > 2 * errors["int4"]  # keys by token, as values are
     assert relative(values, there_and_back("int4", 1, values)) < 0.1

@@ -149,7 +149,8 @@ def test_a_tail_moves_whole():
     move_slots(device, host, [(1, 3)])
     move_slots(device, device, [(1, 2)])
     for tails in (host.slotted[-1][:, 3], device.slotted[-1][:, 2]):
-        assert torch.equal(tails[0, 0, 0], k[:SIZE]) and torch.equal(tails[0, 1, 1, :3], v[SIZE:])
+        assert torch.equal(tails[0, 0, 0], k[:SIZE])
+        assert torch.equal(tails[0, 1, 1, :3], v[SIZE:])
 
 
 # --- planted mistakes: each is caught by the tests above ---
@@ -278,7 +279,7 @@ def test_preempted_by_swap_is_never_preempted(pair, name):
     params = SamplingParams(temperature=0, max_tokens=22, ignore_eos=True)
     reference, _, _ = bits(pair, name, params=params)
     options = {"num_blocks": 22, "num_host_blocks": 40, "preemption": "swap", "watermark": 0.0, "prefix_cache": "off"}
-    found, done, engine = bits(pair, name, others=3, params=params, **options)
+    found, _, engine = bits(pair, name, others=3, params=params, **options)
     assert any(e.data["how"] == "swap" for e in engine.events.of("preempted"))
     assert torch.equal(found, reference)
 
@@ -374,7 +375,7 @@ def test_int4_cannot_go_back_into_what_is_rounded(pair):
 
 
 def test_what_is_not_known_is_told(pair, tmp_path_factory):
-    with pytest.raises(EngineError, match="kv_cache_dtype 'int2' is not known; choose one of auto, .*int8, fp8, int4"):
+    with pytest.raises(EngineError, match=r"kv_cache_dtype 'int2' is not known; choose one of auto, .*int8, fp8, int4"):
         LLM(*pair, kv_cache_dtype="int2")
     with pytest.raises(EngineError, match="one latent; use int8 or fp8"):
         LLM(*make_tiny("deepseek", tmp_path_factory), kv_cache_dtype="int4", num_blocks=8)
@@ -392,4 +393,39 @@ def test_the_same_memory_holds_more_tokens(pair):
         cache = llm.engine.runner.cache
         assert cache.allocated_bytes <= (1 << 19) + cache.block_bytes
         blocks[name] = cache.num_blocks
-    assert blocks["int8"] > 3.3 * blocks["float32"] and blocks["fp8"] > blocks["int8"]
+    assert blocks["int8"] > 3.3 * blocks["float32"]
+    assert blocks["fp8"] > blocks["int8"]
+
+
+# --- on the kernels ---
+
+
+@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize("name", ["int8", "fp8"])
+def test_a_step_on_the_kernels_is_torchs(name, window):
+    """int8 is written and read by the kernels, fp8 by torch in their step; chunks and decodes."""
+    pytest.importorskip("triton")
+    from kernels.launch import HAVE_TRITON
+    from minillm.paging import PagedStep
+    from minillm.triton_step import TritonStep
+
+    assert HAVE_TRITON
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    for parts in ([(5, 1), (0, 1), (9, 1)], [(3, 6), (5, 1)]):
+        sequences, row = [], 0
+        for i, (start, count) in enumerate(parts):
+            sequences.append(SequenceStep(row, count, start, list(range(1 + 4 * i, 5 + 4 * i))))
+            row += count
+        q, k, v = (torch.randn(row, h, D, device=device) for h in (H, HKV, HKV))
+        outs, caches = [], []
+        for kind in (PagedStep, TritonStep):
+            cache = QuantizedPagedCache(config(window), 13, SIZE, name, torch.float32, device, kind)
+            generator = torch.Generator().manual_seed(0)
+            old = [torch.randn(12 * SIZE, HKV, D, generator=generator).to(device) for _ in range(2)]
+            for layer in (0, 1):
+                cache.write(layer, torch.arange(SIZE, 13 * SIZE, device=device), *old)
+            step = cache.step(StepMetadata(sequences, SIZE, device=device))
+            outs.append(torch.stack([step.attend(layer, q, k, v) for layer in (0, 1)]))
+            caches.append(cache)
+        torch.testing.assert_close(*outs, rtol=1e-4, atol=1e-5)
+        assert all(torch.equal(a, b) for a, b in zip(*(c.tensors for c in caches), strict=True))

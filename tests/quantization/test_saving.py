@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 import torch
@@ -175,3 +176,25 @@ def test_the_default_tokenizer_survives(smollm2_path, tmp_path):
     assert again.eos_ids == ours.eos_ids
     chat = [{"role": "user", "content": "What is 2 + 2?"}]
     assert again.apply_chat_template(chat) == ours.apply_chat_template(chat)
+
+
+def test_files_are_whole_and_readable_by_others(folder, tmp_path, monkeypatch):
+    """Their mode is the umask's; a disk that fills up leaves no file by half, and no config that promises weights."""
+    model = checkpoint.load_model(folder, "float32")
+    quantize_(model, "int8")
+    old = os.umask(0o022)
+    try:
+        save_quantized(model, tmp_path / "good")
+    finally:
+        os.umask(old)
+    assert {p.name: p.stat().st_mode & 0o777 for p in (tmp_path / "good").iterdir()} == {
+        "config.json": 0o644, "model.safetensors": 0o644,
+    }  # fmt: skip
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("minillm.storage.os.replace", full)
+    with pytest.raises(OSError, match="No space"):
+        save_quantized(model, tmp_path / "bad")
+    assert not list((tmp_path / "bad").iterdir())
