@@ -105,12 +105,14 @@ def stream(
     cache=None,
     chunk: int | None = None,
     sequence: int = 0,
+    speculative=None,
 ) -> Iterator[Chunk]:
     """Yields a Chunk for each token as it is drawn; the joined texts are the answer.
 
     prompt is text (special tokens in it are plain text) or token ids. `cache` may already hold a proper prefix of the
     prompt; by default one of the right size is made, and one that fills up ends the answer with "length". `sequence`
-    tells apart the n answers of one request.
+    tells apart the n answers of one request. `speculative` is a SpeculativeConfig, or a Speculator, whose counts say
+    afterwards what became of the drafts.
     Raises RequestError before the first step for a prompt or parameters that cannot be served.
     """
     ids = encode_prompt(model, tokenizer, prompt)
@@ -126,6 +128,8 @@ def stream(
         raise RequestError(f"the cache holds {cache.length} tokens, the prompt has {len(ids)}; reset the cache")
     if len(ids) > _room(model, cache):
         raise RequestError(f"the prompt has {len(ids)} tokens, the cache room for {cache.max_tokens}; make it larger")
+    if speculative is not None:
+        return _speculative_steps(model, tokenizer, ids, params, cache, chunk, sequence, speculative)
     return _steps(model, tokenizer, ids, params, cache, chunk, sequence)
 
 
@@ -147,10 +151,24 @@ def take_token(checker: StopChecker, decoder: StreamDecoder, token_id: int) -> E
     return rest._replace(text=emission.text + rest.text)
 
 
+def _longest(model: Transformer, cache) -> int:
+    """Prompt and answer together: the last token needs no room in the cache."""
+    return min(model.config.max_position_embeddings, _room(model, cache) + 1)
+
+
+def _speculative_steps(model, tokenizer, ids, params, cache, chunk, sequence, speculative) -> Iterator[Chunk]:
+    from .speculative.decoding import SpeculativeDecoder, speculative_steps  # stands above this module
+    from .speculative.speculator import make_speculator
+
+    speculator = make_speculator(speculative, model, tokenizer)
+    decoder = SpeculativeDecoder(model, tokenizer, ids, params, cache, speculator, chunk, sequence)
+    return speculative_steps(decoder, tokenizer, _longest(model, cache))
+
+
 def _steps(model, tokenizer, ids: list[int], params: SamplingParams, cache, chunk, sequence: int) -> Iterator[Chunk]:
     prompt_length, ids = len(ids), list(ids)
     decoder = StreamDecoder(tokenizer, skip_special=True)
-    longest = min(model.config.max_position_embeddings, _room(model, cache) + 1)
+    longest = _longest(model, cache)
     checker = StopChecker(params, tokenizer.eos_ids, longest, prompt_length)
     vocab_size = min(model.config.vocab_size, tokenizer.vocab_size)
     while True:
@@ -172,12 +190,13 @@ def generate(
     cache=None,
     chunk: int | None = None,
     sequence: int = 0,
+    speculative=None,
 ) -> Completion:
     """The whole answer with its timings; arguments as in `stream`."""
     started = time.perf_counter()
     prompt = encode_prompt(model, tokenizer, prompt)
     done = Completion(prompt)
-    for step in stream(model, tokenizer, prompt, params, cache, chunk, sequence):
+    for step in stream(model, tokenizer, prompt, params, cache, chunk, sequence, speculative):
         done.token_times.append(time.perf_counter() - started)
         done.tokens.append(step.token)
         done.text += step.text
@@ -185,7 +204,12 @@ def generate(
     return done
 
 
-def generate_n(model: Transformer, tokenizer: Tokenizer, prompt, params: SamplingParams) -> list[Completion]:
+def generate_n(
+    model: Transformer, tokenizer: Tokenizer, prompt, params: SamplingParams, speculative=None
+) -> list[Completion]:
     """The params.n answers of one request, one after another, each from its own stream of the one seed."""
     params = params.seeded()
-    return [generate(model, tokenizer, prompt, replace(params, n=1), sequence=i) for i in range(params.n)]
+    return [
+        generate(model, tokenizer, prompt, replace(params, n=1), sequence=i, speculative=speculative)
+        for i in range(params.n)
+    ]

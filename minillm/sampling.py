@@ -272,7 +272,7 @@ def sample(
             token = best[row] if plain else _draw(logits[row], p, state, eos_ids)
         except SamplingError as error:
             raise SamplingError(f"row {row}: {error}", row) from None
-        tokens.append(_with_logprobs(logits[row], token, p.logprobs))
+        tokens.append(with_logprobs(logits[row], token, p.logprobs))
     return tokens
 
 
@@ -286,7 +286,8 @@ def _draw(logits: Tensor, params: SamplingParams, state: SamplingState, eos_ids:
     return inverse_cdf(probs, uniform(params.seed, position, state.sequence))
 
 
-def _with_logprobs(logits: Tensor, token: int, count: int | None) -> SampledToken:
+def with_logprobs(logits: Tensor, token: int, count: int | None) -> SampledToken:
+    """The token with its log-probability under raw logits (V,) and the `count` likeliest; None: without."""
     if count is None:
         return SampledToken(token)
     logits = logits.to(torch.float64)
