@@ -6,9 +6,10 @@ For one position, a draft x drawn from q, the target's own distribution p, and a
     else draw from     max(0, p - q), normalized: what the target wants more of than the draft gave
 
 A draft is rejected with probability r = 1 - sum min(q, p), which is also what the residual is divided by; so token y
-comes out with probability min(q(y), p(y)) + r · max(0, p(y) - q(y)) / r = p(y). The first rejection ends the chain, for what follows was guessed after another token; if there is none,
-the last row of logits gives a bonus token. p is what `sampling.probabilities` makes of a row: bias, min_tokens,
-penalties, temperature and cuts included, each position seeing the tokens accepted before it.
+comes out with probability min(q(y), p(y)) + r · max(0, p(y) - q(y)) / r = p(y). The first rejection ends the chain, for
+what follows was guessed after another token; if there is none, the last row of logits gives a bonus token. p is what
+`sampling.probabilities` makes of a row: bias, min_tokens, penalties, temperature and cuts included, each position
+seeing the tokens accepted before it.
 
 A guess that was not drawn needs no second rule. Draw from p as if there were no draft, with the random number that
 the plain run uses at this position, and go on while the draws agree with the guesses: every token is the one that the
