@@ -162,13 +162,13 @@ def test_a_draft_that_misstates_its_distribution_is_caught():
     """vllm#40149: drawn at one temperature, recorded at another."""
 
     def misstated(logits, proposal, *rest):
-        flat = None if proposal.probs is None else proposal.probs.sqrt() / proposal.probs.sqrt().sum(-1, keepdim=True)
+        flat = None if proposal.probs is None else (proposal.probs + 0.2) / (1 + V * 0.2)
         return verification.verify(logits, Proposal(proposal.tokens, flat), *rest)
 
     class Rule:
         verify = staticmethod(misstated)
 
-    assert chi_square(pair_counts(Rule, PENALTIES, 700), pair_probs(PENALTIES)) > 7
+    assert chi_square(pair_counts(Rule, CUTS, 1500), pair_probs(CUTS)) > 7
 
 
 # --- guesses that were not drawn ---
