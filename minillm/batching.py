@@ -132,6 +132,9 @@ class Scheduler:
             self._continue(request, plan)
         if not plan.preempted and (self.config.continuous_batching or not self.running):
             self._admit(plan)
+        for request in list(plan.parts):
+            if request.drafts:
+                self._guess(request, plan)
         output = SchedulerOutput(
             list(plan.parts.values()), *self.host.take_copies(), plan.preempted, self.states.take_copies()
         )
@@ -158,6 +161,17 @@ class Scheduler:
             if victim is request:
                 return
         plan.add(Scheduled(request, start, count, start + count == known, copies))
+
+    def _guess(self, request: Request, plan: Plan) -> None:
+        """Drafts of a request that decodes, from what budget and blocks are left now: nobody waits or is preempted for
+        them."""
+        if plan.parts[request].count > 1:
+            return
+        count = min(len(request.drafts), plan.budget)
+        while count and self._reserve(request, 1 + count) is None:
+            count -= 1
+        if count:
+            plan.extend(request, request.drafts[:count])
 
     def _chunk(self, remaining: int, budget: int) -> int:
         """Tokens of this step out of the remaining ones; 0 where a prompt has to be taken whole and does not fit."""
@@ -195,7 +209,7 @@ class Scheduler:
         self._let_go(request)
         if not swaps:
             request.num_computed = 0
-        request.num_preemptions += 1
+        request.num_preemptions, request.drafts = request.num_preemptions + 1, ()
         request.status = RequestStatus.PREEMPTED
         self.running.remove(request)
         insort(self.waiting, request, key=_ORDER)
@@ -299,28 +313,41 @@ class Scheduler:
     # --- after the step ---
 
     def update(self, output: SchedulerOutput) -> list[tuple[int, Request]]:
-        """The step was computed. Returns (row, request) of those that need a token now; row counts the sampling parts.
+        """The step was computed. Returns (row, request) of those that need a token now; row is the first of its logits.
+        What was drafted is not part of a sequence yet: `advance` follows when it has been verified.
 
         Requests that were aborted since `schedule` are passed over. A request with n > 1 that reaches the end of its
         prompt becomes n running ones here, all of which sample from the one row.
         """
-        sampling, row, size = [], -1, self.pool.block_size
+        sampling, row, size = [], 0, self.pool.block_size
         self.host.settle()
         for part in output.scheduled:
-            request, start, count, samples, _ = part
-            row += samples
+            request, first, row = part.request, row, row + part.rows
             if request.status is not RequestStatus.RUNNING:
                 continue
-            request.num_computed = done = start + count
+            request.num_computed = done = part.start + part.known
             if done // size > request.num_published:
                 self._publish(request)
             if self.config.sliding_window:
                 self._drop_fallen(request)
-            if samples:
-                sampling.append((row, request))
+            if part.samples:
+                sampling.append((first, request))
                 if request.width > 1:
-                    sampling += [(row, child) for child in self._fork(request)]
+                    sampling += [(first, child) for child in self._fork(request)]
         return sampling
+
+    def advance(self, request: Request, kept: int) -> None:
+        """`kept` drafts of the step were accepted and are tokens now. The slots of the others are written again; blocks
+        that hold nothing else are let go."""
+        request.num_computed += kept
+        if request.num_computed // self.pool.block_size > request.num_published:
+            self._publish(request)
+        needed = self.pool.blocks_for(request.num_computed)
+        if spare := request.block_ids[needed:]:
+            del request.block_ids[needed:]
+            self.pool.release(spare, request.label)
+        if self.config.sliding_window:
+            self._drop_fallen(request)
 
     def discard(self, output: SchedulerOutput) -> list[Request]:
         """The step failed, and nothing can be said of what it wrote. Returns those that it computed, and forks whose

@@ -21,8 +21,11 @@ from .outputs import RequestMetrics, RequestOutput
 from .request import Request
 from .request_group import RequestGroup, SequenceText
 from .runner import KEY_GROUP, ModelRunner
-from .sampling import SamplingError, SamplingState, sample
+from .sampling import SampledToken, SamplingError, SamplingState, sample
 from .sampling_params import SamplingParams
+from .speculative.batch import BatchSpeculation
+from .speculative.settings import SpeculativeConfig
+from .speculative.speculator import make_speculator
 from .step_plan import Scheduled, SchedulerOutput
 from .stopping import StopChecker
 from .tokenizer import StreamDecoder, Tokenizer
@@ -46,6 +49,7 @@ class Engine:
         events: EventLog | None = None,
         kv_cache_dtype: str = "auto",
         backend: str | None = None,
+        speculative: SpeculativeConfig | None = None,
     ) -> None:
         model = with_backend(model, backend)  # None: the one it was loaded for
         config = config or SchedulerConfig(**({"block_size": KEY_GROUP} if kv_cache_dtype == "int4" else {}))
@@ -74,6 +78,11 @@ class Engine:
         if config.host_reuse == "measured":
             self.scheduler.host.pays = self.pace.reload_pays
         self.vocab_size = min(model.config.vocab_size, tokenizer.vocab_size)
+        self.speculation = None
+        if speculative is not None:
+            speculator = make_speculator(speculative, model, tokenizer, engine=True)
+            longest = self.scheduler.max_sequence
+            self.speculation = BatchSpeculation(speculator, longest, self.vocab_size, tokenizer.eos_ids)
         self._groups: dict[str, RequestGroup] = {}
         self._sequences: dict[Request, tuple[RequestGroup, SequenceText]] = {}
         self._due: list[RequestOutput] = []  # of a step that was interrupted
@@ -177,6 +186,8 @@ class Engine:
         sequence.finish_reason = reason
         self.scheduler.finish(sequence.request, reason)
         del self._sequences[sequence.request]
+        if self.speculation is not None:
+            self.speculation.forget(sequence.request)
 
     def _emit(self, group: RequestGroup) -> RequestOutput:
         if group.finished:
@@ -200,6 +211,8 @@ class Engine:
         if not self.scheduler.has_unfinished_requests():
             return due
         try:
+            if self.speculation is not None:
+                self.speculation.draft(self.scheduler.running)
             output = self.scheduler.schedule()
         except BaseException as error:
             self._fault = error
@@ -219,7 +232,7 @@ class Engine:
         sampling = self.scheduler.update(output)
         self._observe(output, time.perf_counter() - started)
         self._note_first(output, started)
-        touched = self._append(*self._sample(logits, sampling)) if sampling else ()
+        touched = self._append(*self._draw(output, logits, sampling)) if sampling else ()
         return [self._emit(group) for group in touched]
 
     def _fail(self, output: SchedulerOutput, error: BaseException) -> list[RequestOutput]:
@@ -237,6 +250,8 @@ class Engine:
 
     def _observe(self, output: SchedulerOutput, seconds: float) -> None:
         self.pace.observe_step(seconds, output.num_tokens)
+        if self.speculation is not None:
+            self.speculation.observe(output, seconds)
         admitted = sum(self._is_first(part) for part in output.scheduled)
         self.pace.observe_admissions(seconds, admitted, len(self.scheduler.waiting))
 
@@ -251,8 +266,29 @@ class Engine:
                 metrics = self._groups[part.request.request_id].metrics
                 metrics.first_scheduled_time = metrics.first_scheduled_time or started
 
+    def _draw(self, output: SchedulerOutput, logits: torch.Tensor, sampling: list[tuple[int, Request]]):
+        """(requests with their tokens, requests with the error that they met): of those with drafts, what was verified,
+        and one token of each of the others."""
+        drafted = {part.request: len(part.drafts) for part in output.scheduled if part.drafts}
+        if not drafted:
+            return self._sample(logits, sampling)
+        drawn, failed = self._sample(logits, [pair for pair in sampling if pair[1] not in drafted])
+        kept = {}
+        for row, request in sampling:
+            if count := drafted.get(request):
+                try:
+                    tokens = self.speculation.verify(request, logits[row : row + count + 1], count)
+                except SamplingError as error:
+                    failed.append((request, str(error).removeprefix("row 0: ")))
+                    continue
+                kept[request] = len(tokens) - 1
+                drawn.append((request, tokens))
+        labels = [request.label for request in kept]
+        self.events.append("verified", requests=labels, drafted=[drafted[r] for r in kept], kept=list(kept.values()))
+        return drawn, failed
+
     def _sample(self, logits: torch.Tensor, sampling: list[tuple[int, Request]]):
-        """(requests with their tokens, requests with the error that they met)."""
+        """As _draw, of requests without drafts."""
         failed: list[tuple[Request, str]] = []
         while sampling:
             rows, requests = zip(*sampling, strict=True)
@@ -264,15 +300,17 @@ class Engine:
                 failed.append((requests[error.row], str(error).removeprefix(f"row {error.row}: ")))
                 sampling = sampling[: error.row] + sampling[error.row + 1 :]
                 continue
-            return list(zip(requests, tokens, strict=True)), failed
+            return [(request, [token]) for request, token in zip(requests, tokens, strict=True)], failed
         return [], failed
 
     def _append(self, drawn, failed) -> Iterable[RequestGroup]:
         now, touched = time.perf_counter(), {}
-        for request, token in drawn:
+        labels, ids = [], []
+        for request, tokens in drawn:
             group, sequence = self._sequences.get(request) or self._fork(request)
-            request.append(token.id)
-            sequence.push(token, now)
+            took = self._take(request, sequence, tokens, now)
+            labels += [request.label] * took
+            ids += [token.id for token in tokens[:took]]
             group.metrics.first_token_time = group.metrics.first_token_time or now
             if sequence.finish_reason is not None:
                 self._finish(sequence, sequence.finish_reason)
@@ -284,9 +322,20 @@ class Engine:
             self._finish(sequence, "error")
             touched[group.request_id] = group
         if drawn:
-            labels = [request.label for request, _ in drawn]
-            self.events.append("sampled", requests=labels, tokens=[token.id for _, token in drawn])
+            self.events.append("sampled", requests=labels, tokens=ids)
         return touched.values()
+
+    def _take(self, request: Request, sequence: SequenceText, tokens: Sequence[SampledToken], now: float) -> int:
+        """How many of a step's tokens the sequence took: what lies behind its end is dropped."""
+        took = 0
+        while took < len(tokens) and sequence.finish_reason is None:
+            request.append(tokens[took].id)
+            sequence.push(tokens[took], now)
+            took += 1
+        if request.drafts:
+            self.scheduler.advance(request, min(took, len(tokens) - 1))
+            request.drafts = ()
+        return took
 
     def _fork(self, request: Request) -> tuple[RequestGroup, SequenceText]:
         """The scheduler made this sequence out of the request's first."""

@@ -18,7 +18,8 @@ evicted      block                                a cached block's contents were
 offloaded    pairs                                copies of evicted blocks go to host memory, (block, host block)
 reloaded     tokens                               so many of its tokens are copied back from there
 released     blocks                               the sequence let go of them; another may still hold them
-sampled      requests, tokens                     one event a step: who drew which token
+verified     requests, drafted, kept              one event a step with drafts: how many, and how many were accepted
+sampled      requests, tokens                     one event a step: who drew which token, once for each token
 finished     reason, tokens                       stop, length, abort or error
 
 A request is named by its id; of n sequences the further ones are "id/1", "id/2" and so on.

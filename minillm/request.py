@@ -27,6 +27,7 @@ class Request:
     block_ids       block table; entry i holds tokens i · block_size onwards
     host_blocks     the same in host memory while swapped out, else None
     state_slot      where its state of constant size is while it runs, and host_slot while swapped out; 0 for none
+    drafts          guesses of what follows, for the next step alone; none of them is a token yet
     label           its name in the event log: the request's id, with /1, /2 and so on for further sequences of it
     order           what the queues are sorted by: the lowest runs first and is preempted last
 
@@ -34,7 +35,7 @@ class Request:
     """
 
     __slots__ = (
-        "block_ids", "finish_reason", "host_blocks", "host_slot", "label", "num_cached", "num_computed",
+        "block_ids", "drafts", "finish_reason", "host_blocks", "host_slot", "label", "num_cached", "num_computed",
         "num_preemptions",
         "num_prompt", "num_published", "num_tokens", "order", "output_token_ids", "params", "prefix", "priority",
         "prompt_token_ids", "request_id", "sequence", "state_slot", "status",
@@ -64,6 +65,7 @@ class Request:
         self.block_ids: list[int] = []
         self.host_blocks: list[int] | None = None
         self.state_slot = self.host_slot = 0
+        self.drafts: tuple[int, ...] = ()  # guesses for the next step, of what follows
         self.order = (0, 0, 0)
 
     def tokens(self, start: int, end: int) -> list[int]:

@@ -20,7 +20,6 @@ from .errors import EngineError, short
 from .moe import with_experts
 from .pace import Pace
 from .paging import PagedCache, SequenceStep, StepMetadata, move_blocks, move_slots
-from .request import Request
 from .state_slots import StateCopies
 from .step_plan import Scheduled, SchedulerOutput
 from .transformer import Transformer
@@ -122,7 +121,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run(self, output: SchedulerOutput) -> Tensor | None:
-        """Logits (rows, V) float32, a row for each part that samples, in their order; None if none does."""
+        """Logits (rows, V) float32, a row for each part that samples and for each of its drafts, in their order; None
+        if there is none."""
         self._move_states(output.states)
         if output.swap_out:
             move_blocks(self.cache, self.host, output.swap_out)
@@ -144,17 +144,16 @@ class ModelRunner:
 
     def _packed(self, parts: Sequence[Scheduled]) -> Tensor | None:
         """All tokens of the step laid end to end, once through the model."""
-        tokens, positions, sequences, last = [], [], [], {}
+        tokens, positions, sequences, wanted = [], [], [], {}
         # single tokens first, by context: what attention takes together then lies together
         for part in sorted(parts, key=lambda part: (part.count > 1, part.start)):
-            request, start, count, samples, _ = part
+            request, start, count = part.request, part.start, part.count
             sequences.append(SequenceStep(len(tokens), count, start, request.block_ids, request.state_slot))
-            tokens += request.tokens(start, start + count)
+            tokens += part.tokens(start, start + count)
             positions += range(start, start + count)
-            if samples:
-                last[request] = len(tokens) - 1
+            wanted[request] = range(len(tokens) - part.rows, len(tokens))
         hidden = self._forward(tokens, positions, StepMetadata(sequences, self.block_size, device=self.model.device))
-        sampled = [last[part.request] for part in parts if part.samples]
+        sampled = [row for part in parts for row in wanted[part.request]]
         return self.model.logits(hidden[sampled]) if sampled else None
 
     def _forward(self, tokens: list[int], positions: list[int], metadata: StepMetadata, exact: bool = False) -> Tensor:
@@ -167,18 +166,22 @@ class ModelRunner:
         return torch.cat(rows) if rows else None
 
     def _exact_part(self, part: Scheduled) -> Tensor | None:
-        request, start, end = part.request, part.start, part.start + part.count
+        start, end = part.start, part.start + part.count
+        found = []
         while start < end:
             row, count = start % TILE, min(end - start, TILE - start % TILE)
-            hidden = self._tile(request, start, row, count)
+            hidden = self._tile(part, start, row, count)
             start += count
-        return self.model.logits(hidden)[(end - 1) % TILE, None] if part.samples else None
+            if (wanted := min(count, start - (end - part.rows))) > 0:  # the tile's last ones
+                found.append(self.model.logits(hidden)[row + count - wanted : row + count])
+        return torch.cat(found) if found else None
 
-    def _tile(self, request: Request, start: int, row: int, count: int) -> Tensor:
+    def _tile(self, part: Scheduled, start: int, row: int, count: int) -> Tensor:
         """Hidden states (TILE, d) of `count` tokens from `start` on, which stand in rows from `row` on."""
         tokens, positions = [0] * TILE, [0] * TILE
-        tokens[row : row + count] = request.tokens(start, start + count)
+        tokens[row : row + count] = part.tokens(start, start + count)
         positions[row : row + count] = range(start, start + count)
+        request = part.request
         sequence = SequenceStep(row, count, start, request.block_ids, request.state_slot)
         metadata = StepMetadata([sequence], self.block_size, TILE, self.model.device)
         return self._forward(tokens, positions, metadata, exact=True)

@@ -13,7 +13,8 @@ from .state_slots import StateCopies
 class Scheduled(NamedTuple):
     """One request's part of a step: tokens start to start + count, written into the blocks of its table.
 
-    `samples`: it reaches the request's last known token, so that a new one follows.
+    `samples`: it reaches the request's last known token, so that a new one follows. The last of the `count` tokens may
+    be `drafts`, guesses of what follows, whose logits are wanted too (speculative/).
     """
 
     request: Request
@@ -21,6 +22,23 @@ class Scheduled(NamedTuple):
     count: int
     samples: bool
     copies: tuple[tuple[int, int], ...] = ()  # copy-on-write, (source, target)
+    drafts: tuple[int, ...] = ()
+
+    @property
+    def known(self) -> int:
+        """Tokens of the part that are no guesses."""
+        return self.count - len(self.drafts)
+
+    @property
+    def rows(self) -> int:
+        """Of logits: one after the last known token and one after each draft, or none."""
+        return self.samples + len(self.drafts)
+
+    def tokens(self, start: int, end: int) -> list[int]:
+        """Ids start to end of the sequence, drafts laid behind what is known."""
+        until = self.start + self.known
+        ids = self.request.tokens(start, min(end, until))
+        return [*ids, *self.drafts[max(0, start - until) : max(0, end - until)]]
 
 
 @dataclass
@@ -40,7 +58,7 @@ class SchedulerOutput:
     @property
     def prefill_tokens(self) -> int:
         """Tokens in chunks, as opposed to single ones."""
-        return sum(part.count for part in self.scheduled if part.count > 1)
+        return sum(part.count for part in self.scheduled if part.known > 1)
 
     @property
     def copies(self) -> list[tuple[int, int]]:
@@ -60,6 +78,12 @@ class Plan:
             raise BlockError(f"{part.request} has nothing to compute and is scheduled")
         self.parts[part.request] = part
         self.budget -= part.count
+
+    def extend(self, request: Request, drafts: tuple[int, ...]) -> None:
+        """Guesses behind a part that was planned."""
+        part = self.parts[request]
+        self.parts[request] = part._replace(count=part.count + len(drafts), drafts=drafts)
+        self.budget -= len(drafts)
 
     def drop(self, request: Request) -> Scheduled | None:
         """Takes a request out again: it lost its blocks to one that comes before it."""

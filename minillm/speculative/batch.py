@@ -1,0 +1,69 @@
+"""Speculation inside the engine: drafts before a step is planned, verification after it was computed.
+
+A request that decodes asks the scheduler for 1 + k tokens instead of one, and gets what is left of the step's budget
+and blocks. Rejected drafts leave keys behind in slots that no later step reads before it has written them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from torch import Tensor
+
+from ..request import Request
+from ..sampling import SampledToken, SamplingState
+from ..step_plan import SchedulerOutput
+from .proposal import Context, Proposal
+from .speculator import Speculator
+from .verification import verify
+
+
+class BatchSpeculation:
+    """What an engine with speculation holds. Sequences are told apart by their Request."""
+
+    def __init__(self, speculator: Speculator, max_sequence: int, vocab_size: int, eos_ids: Iterable[int]) -> None:
+        self.speculator, self.max_sequence = speculator, max_sequence
+        self.vocab_size, self.eos_ids = vocab_size, tuple(eos_ids)
+        self._proposals: dict[Request, Proposal] = {}
+
+    @property
+    def stats(self):
+        return self.speculator.stats
+
+    def draft(self, running: Sequence[Request]) -> None:
+        """Guesses for each that decodes."""
+        for request in running:
+            request.drafts = ()
+        decoding = [r for r in running if r.num_tokens - r.num_computed == 1 and r.width == 1]
+        contexts = [self._context(request, len(decoding)) for request in decoding]
+        proposals = self.speculator.propose(contexts)
+        self._proposals = dict(zip(decoding, proposals, strict=True))
+        for request, proposal in self._proposals.items():
+            request.drafts = tuple(proposal.tokens)
+
+    def _context(self, request: Request, sequences: int) -> Context:
+        room = self.max_sequence - request.num_tokens - 1
+        if request.params.max_tokens is not None:
+            room = min(room, request.params.max_tokens - len(request.output_token_ids) - 1)
+        count = self.speculator.length(request, room, sequences)
+        ids = request.prompt_token_ids, request.output_token_ids
+        return Context(request, *ids, request.params, count, request.sequence)
+
+    def verify(self, request: Request, logits: Tensor, drafted: int) -> list[SampledToken]:
+        """logits (drafted + 1, V) of a request whose first `drafted` drafts were computed. Raises SamplingError."""
+        proposal = self._proposals[request]
+        probs = None if proposal.probs is None else proposal.probs[:drafted]
+        state = SamplingState(request.prompt_token_ids, request.output_token_ids, request.sequence)
+        cut = Proposal(proposal.tokens[:drafted], probs)
+        tokens = verify(logits, cut, request.params, state, self.vocab_size, self.eos_ids)
+        self.speculator.record(request, drafted, len(tokens) - 1)
+        return tokens
+
+    def observe(self, output: SchedulerOutput, seconds: float) -> None:
+        """What a step took, if it only decoded."""
+        if all(part.known == 1 for part in output.scheduled):
+            self.speculator.price.observe(seconds, output.num_tokens)
+
+    def forget(self, request: Request) -> None:
+        self._proposals.pop(request, None)
+        self.speculator.forget(request)
