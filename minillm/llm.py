@@ -17,6 +17,7 @@ from .outputs import RequestOutput
 from .runner import KEY_GROUP, bytes_of_block, bytes_of_slot
 from .sampling_params import SamplingParams
 from .scheduler_config import SchedulerConfig
+from .speculative.settings import SpeculativeConfig
 from .tokenizer import Tokenizer
 from .transformer import Transformer
 
@@ -40,6 +41,7 @@ class LLM:
     sequences of `max_model_len` can use; of a model with linear layers up to half of it is states. `kv_cache_dtype` is
     auto, float32, bfloat16, float16, or quantized: int8, fp8, int4 (quantization/kv.py). `backend` is "triton", "torch"
     or "auto", and None a loaded model's own. Further keywords are those of SchedulerConfig.
+    `speculative` is a SpeculativeConfig; what came of it is in `engine.speculation.stats`.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class LLM:
         kv_cache_dtype: str = "auto",
         device: str = "cpu",
         backend: str | None = None,
+        speculative: SpeculativeConfig | None = None,
         **options,
     ) -> None:
         if not isinstance(model, Transformer):
@@ -63,7 +66,7 @@ class LLM:
         if not enable_prefix_caching:
             options["prefix_cache"] = "off"
         config = scheduler_config(model, kv_cache_bytes, options, kv_cache_dtype)
-        self.engine = Engine(model, tokenizer, config, batch_invariant, None, kv_cache_dtype, backend)
+        self.engine = Engine(model, tokenizer, config, batch_invariant, None, kv_cache_dtype, backend, speculative)
         self._ids = count()
         self._newest: dict[str, RequestOutput | None] = {}  # of every request that some call is waiting for
 
