@@ -21,6 +21,7 @@ python -m minillm bench
 python -m minillm bench --threads 2 --compare transformers --quality
 python -m minillm bench --dtype float32 --rounds 3 --json
 python -m minillm bench --quantize int8 --compare transformers
+python -m minillm bench --speculate ngram:5
 python -m minillm bench --workload requests.json --json
 """
 
@@ -51,6 +52,7 @@ def add_parser(commands) -> None:
     )
     parser.add_argument("--quality", action="store_true", help="what the layout's rounding changed, against float32")
     common.add_json(parser)
+    common.add_speculation_options(parser)
     common.add_model_options(parser)
     common.add_kv_cache_dtype(parser)
 
@@ -70,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
 def _bench(args: argparse.Namespace, device: str) -> dict[str, Any]:
     from . import measure
 
-    sizes = _sizes(args)
+    sizes, speculative = _sizes(args), common.speculation(args)
     path, layout_s = measure.settle_layout(args.model, "float32" if args.quantize else args.dtype, device)
     started = time.perf_counter()
     model, tokenizer = common.load(args)
@@ -112,6 +114,10 @@ def _bench(args: argparse.Namespace, device: str) -> dict[str, Any]:
     }
     if args.compare:
         values["transformers"] = _comparison(runs, engines["transformers"], sizes, many)
+    if speculative is not None:
+        from . import speculation
+
+        values["speculation"] = speculation.measure(model, tokenizer, speculative, sizes.output, sizes.rounds)
     if args.quality:
         from ..analysis.quality import compare_to_float32
 

@@ -40,6 +40,8 @@ def print_table(v: dict[str, Any]) -> None:
         print("  (above 100%: the machine was busy while its bandwidth was measured, or weights stayed in its cache)\n")
     if "transformers" in v:
         _print_comparison(v, v["transformers"])
+    if "speculation" in v:
+        _print_speculation(v["speculation"])
     if "quality" in v:
         _print_quality(v["quality"])
 
@@ -72,6 +74,19 @@ def _print_comparison(v: dict[str, Any], theirs: dict[str, Any]) -> None:
             ("tokens in common", f"{theirs['same_tokens']} of {v['output_tokens'] + 1}", "to the first difference"),
         ],
     )  # fmt: skip
+
+
+def _print_speculation(s: dict[str, Any]) -> None:
+    rows = []
+    for task, what in (("copy", "a passage that stands in the prompt"), ("text", "free text")):
+        t, drafts = s[task], "nothing was drafted"
+        if t["acceptance"] is not None:
+            drafts = f"{t['acceptance']:.0%} of drafts kept, {t['tokens_per_step']:.2f} tokens a step with drafts"
+        rows.append((task, f"{t['speedup']:.2f} times", f"{what}: {t['tok_s']:.1f} tok/s; {drafts}"))
+    for b in s.get("batches", ()):
+        both = f"{s['num_tokens']} drafts always: {b['fixed_tok_s']:.0f} tok/s, without: {b['plain_tok_s']:.0f}"
+        rows.append((f"{b['sequences']} at once, text", f"{b['adaptive_tok_s'] / b['plain_tok_s']:.2f} times", both))
+    print_rows(f"Speculation, {s['method']}, up to {s['num_tokens']} drafts, against none, in turns", rows)
 
 
 def _print_quality(q: dict[str, Any]) -> None:

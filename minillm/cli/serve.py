@@ -13,6 +13,7 @@ EXAMPLES = """
 python -m minillm serve
 python -m minillm serve --port 9000 --max-num-seqs 32 --max-waiting 100
 python -m minillm serve --host 0.0.0.0 --api-key secret
+python -m minillm serve --speculate ngram:5
 """
 KEY_VARIABLE = "MINILLM_API_KEY"
 MAX_WAITING = 1000  # a queue without an end only turns a refusal into a time-out
@@ -53,6 +54,7 @@ def add_parser(commands) -> None:
         "SIGTERM or Ctrl-C lets running requests finish; a second one ends at once.",
     )
     common.add_model_options(parser)
+    common.add_speculation_options(parser)
     _add_server_options(parser.add_argument_group("server"))
     group = parser.add_argument_group("engine")
     for flag, (kind, metavar, text) in _ENGINE.items():
@@ -124,10 +126,11 @@ def _engine(args: argparse.Namespace):
     if args.no_enable_chunked_prefill:
         options["enable_chunked_prefill"] = False
     _check_options(options)
+    speculative = common.speculation(args)
     model, tokenizer = common.load(args)
     dtype = args.kv_cache_dtype
     config = scheduler_config(model, args.kv_cache_bytes, options, dtype)
-    return AsyncEngine(Engine(model, tokenizer, config, kv_cache_dtype=dtype))
+    return AsyncEngine(Engine(model, tokenizer, config, kv_cache_dtype=dtype, speculative=speculative))
 
 
 def _check_options(options: dict) -> None:

@@ -42,9 +42,13 @@ _COUNTERS = {
     "prompt_tokens": "Prompt tokens of admitted requests, those found in the cache too.",
     "generation_tokens": "Tokens drawn.",
     "num_preemptions": "Times a running request lost its blocks.",
+    "spec_decode_num_drafts": "Verifications: sequences' steps with drafts.",
+    "spec_decode_num_draft_tokens": "Tokens drafted and computed.",
+    "spec_decode_num_accepted_tokens": "Drafts accepted.",
 }
 _BY_LABEL = {
     "request_success": ("finished_reason", "Answers ended, by reason: stop, length, abort or error."),
+    "spec_decode_num_accepted_tokens_per_pos": ("position", "Drafts accepted, by their place in the chain, from 0."),
     "request_refused": ("cause", "Requests refused or broken off with an error, by its code."),
 }
 
@@ -88,8 +92,17 @@ class Metrics:
             self._counters["prompt_tokens"].inc(data["tokens"])
         elif event.kind == "preempted":
             self._counters["num_preemptions"].inc()
+        elif event.kind == "verified":
+            self._verified(data["drafted"], data["kept"])
         elif event.kind == "finished":
             self._labelled["request_success"].labels(self._model, data["reason"]).inc()
+
+    def _verified(self, drafted: list[int], kept: list[int]) -> None:
+        for name, count in (("drafts", len(drafted)), ("draft_tokens", sum(drafted)), ("accepted_tokens", sum(kept))):
+            self._counters[f"spec_decode_num_{name}"].inc(count)
+        by_place = self._labelled["spec_decode_num_accepted_tokens_per_pos"]
+        for place in range(max(kept, default=0)):
+            by_place.labels(self._model, str(place)).inc(sum(count > place for count in kept))
 
     def refused(self, cause: str) -> None:
         self._labelled["request_refused"].labels(self._model, cause).inc()

@@ -19,6 +19,8 @@ from .settings import SpeculativeConfig
 from .stats import SpeculationStats
 from .tree import TokenTree
 
+BUILT_IN = "smollm2-draft"  # the draft that comes with minillm, for SmolLM2
+
 
 class Speculator:
     """`length` says how many drafts to ask for, `propose` asks, `record` learns what was accepted."""
@@ -94,9 +96,8 @@ def _proposer(config: SpeculativeConfig, model: Transformer, tokenizer: Tokenize
 
 def _draft(draft, model: Transformer, tokenizer: Tokenizer) -> Transformer:
     device = str(model.device)
-    if draft is None:
-        draft = checkpoint.load_draft(device=device)
-    elif isinstance(draft, str | Path):
+    draft = BUILT_IN if draft is None else draft
+    if isinstance(draft, str | Path):
         draft, own = checkpoint.load(draft, device=device)
         _same_vocabulary(own, tokenizer)
     if not isinstance(draft, Transformer):
