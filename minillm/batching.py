@@ -22,8 +22,9 @@ from bisect import insort
 from collections.abc import Iterator
 from operator import attrgetter
 
+from .admission import refuse
 from .block_pool import NULL, BlockError, BlockPool
-from .errors import EngineError, QueueFullError, RequestError
+from .errors import EngineError
 from .events import EventLog
 from .host_tier import HostTier
 from .prefix_cache import make_prefix_cache
@@ -67,26 +68,7 @@ class Scheduler:
         self.events.append("added", request.label, tokens=request.num_prompt, priority=request.priority)
 
     def _refuse(self, request: Request) -> None:
-        config, prompt = self.config, request.num_prompt
-        if prompt == 0:
-            raise RequestError("the prompt is empty; give at least one token for the model to continue")
-        if prompt >= config.max_model_len:
-            raise RequestError(
-                f"the prompt has {prompt} tokens and max_model_len is {config.max_model_len}, which must hold at least "
-                "one token of answer too; shorten the prompt"
-            )
-        if prompt >= self.max_sequence:
-            raise RequestError(
-                f"the prompt has {prompt} tokens and the whole cache holds {self.max_sequence - 1}; shorten the "
-                "prompt, or start the engine with more num_blocks"
-            )
-        if request.width > config.max_running:
-            limit = "max_num_seqs" if config.max_running == config.max_num_seqs else "num_state_slots"
-            raise RequestError(
-                f"n is {request.width} and at most {config.max_running} sequences run at once; lower n or raise {limit}"
-            )
-        if config.max_waiting is not None and len(self.waiting) >= config.max_waiting:
-            raise QueueFullError(f"{len(self.waiting)} requests are waiting, which is the limit; try again later")
+        refuse(request, self.config, self.max_sequence, len(self.waiting))
 
     def queued_before(self, request: Request) -> tuple[int, int]:
         """(prompt tokens to compute up to the end of this request's, admissions up to its own; 0 if it could start with

@@ -12,6 +12,7 @@ from minillm.block_pool import BlockError
 from minillm.errors import EngineError, MinillmError
 from minillm.llm import LLM
 from minillm.sampling import SamplingParams
+from minillm.serving.metrics import Metrics
 from minillm.speculative import Proposal, Proposer, SpeculativeConfig, Speculator
 from minillm.speculative.batch import BatchSpeculation
 from tests.planted import planted
@@ -214,3 +215,23 @@ def test_what_cannot_be_served_is_one_clear_error(qwen3, tmp_path_factory):
         LLM(model, tokenizer, speculative=SpeculativeConfig("early_exit", layers=2, tree=(2, 2)))
     with pytest.raises(EngineError, match="linear layers, whose state cannot forget"):
         LLM(*make_tiny("qwen3-next", tmp_path_factory), speculative=SpeculativeConfig())
+
+
+def test_the_servers_counts_are_the_engines(qwen3):
+    engine = speculate(make_engine(qwen3), Oracle(qwen3, 3), 4)
+    metrics = Metrics(engine, "m")
+    serve(engine, JOBS)
+    stats, text = engine.speculation.stats, metrics.text().decode()
+    for name, value in (
+        ("drafts_total", stats.steps),
+        ("draft_tokens_total", stats.drafted),
+        ("accepted_tokens_total", stats.accepted),
+        *(
+            (f'accepted_tokens_per_pos_total{{model_name="m",position="{i}"}}', n)
+            for i, n in enumerate(stats.kept)
+            if n
+        ),
+    ):
+        label = "" if "{" in name else '{model_name="m"}'
+        assert f"minillm:spec_decode_num_{name}{label} {float(value)}" in text
+    assert stats.accepted > 20
