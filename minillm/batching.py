@@ -145,8 +145,7 @@ class Scheduler:
         plan.add(Scheduled(request, start, count, start + count == known, copies))
 
     def _guess(self, request: Request, plan: Plan) -> None:
-        """Drafts of a request that decodes, from what budget and blocks are left now: nobody waits or is preempted for
-        them."""
+        """Drafts of a request that decodes, from what budget and blocks are left: nobody waits or is preempted for it."""
         if plan.parts[request].count > 1:
             return
         count = min(len(request.drafts), plan.budget)
@@ -319,8 +318,7 @@ class Scheduler:
         return sampling
 
     def advance(self, request: Request, kept: int) -> None:
-        """`kept` drafts of the step were accepted and are tokens now. The slots of the others are written again; blocks
-        that hold nothing else are let go."""
+        """`kept` drafts are tokens now. Slots of the others are written again; blocks of nothing else are let go."""
         request.num_computed += kept
         if request.num_computed // self.pool.block_size > request.num_published:
             self._publish(request)

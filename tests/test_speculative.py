@@ -352,6 +352,15 @@ def test_lengths_follow_acceptance_cost_and_the_batch():
     assert Price().best(0.5, 8) == 8  # nothing is known yet
 
 
+def test_a_kernel_that_ends_at_four_rows_is_seen():
+    """Steps of up to 4 rows take 10 ms and larger ones 30: drafts beyond the third cost more than they bring."""
+    price = Price()
+    for rows in (1, 2, 3, 4, 5, 6, 7, 8, 9) * 10:
+        price.observe(0.010 if rows <= 4 else 0.030, rows)
+    assert price.best(0.8, 8) == 3
+    assert price.best(1.0, 8) == 3  # 4 tokens in 10 ms, 9 in 30
+
+
 def test_trust_falls_and_comes_back():
     trust, price = Trust(), priced(0.010, 0.003)
     for _ in range(20):

@@ -56,7 +56,7 @@ def speculate(engine, proposer, count: int = 4, **options):
     return engine
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     drawn=st.lists(requests, min_size=1, max_size=6), options=engines, lie=st.integers(2, 7), count=st.integers(1, 6)
 )

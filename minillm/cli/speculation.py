@@ -85,7 +85,7 @@ def _formula(speculator: Speculator, gamma: int, step: float) -> dict[str, Any]:
     stats, price = speculator.stats, speculator.price
     if stats.acceptance is None:
         return {}
-    cost, verify = (price.draft.value or 0.0) / step, price.step.predict(1 + gamma) / step
+    cost, verify = (price.draft.value or 0.0) / step, price.seconds(1 + gamma) / step
     return {
         "acceptance_fixed": stats.acceptance,
         "tokens_per_step_fixed": stats.tokens_per_step,

@@ -1,9 +1,9 @@
 """How many drafts are worth their rows: from what a sequence had accepted, and what rows and drafts cost here.
 
-A step of R rows takes fixed + row · R seconds. Of `sequences` that share it, one that drafts γ tokens, each accepted
-with probability α if all before it were, pays
+A step of R rows takes step(R) seconds: what was measured for R, or else a line, fixed + row · R. If n sequences share it
+and each drafts γ tokens, one of which is accepted with probability α if all before it were, then a sequence pays
 
-    seconds(γ) = fixed / sequences + row · (1 + γ) + draft · γ          and gets       (1 - α^(γ+1)) / (1 - α) tokens
+    step(n · (1 + γ)) / n + draft · γ  seconds          and gets          (1 - α^(γ+1)) / (1 - α)  tokens
 
 and the best γ has the most tokens a second. One sequence alone leaves most of a step's time to the weights, so rows are
 nearly free; with many, the weights are shared already, each row costs its arithmetic, and γ becomes 0 by itself.
@@ -18,6 +18,7 @@ from ..pace import Rate, StepLine
 
 _KEPT = 0.8  # of a sequence's past, for each verification
 _PROBE = 16  # steps without drafts, after which one is tried: what was bad may have become better
+_HICCUP = 4.0  # times what the line says, to which a step is cut that something else held up
 _ROWS = 16  # the scale on which small steps differ in rows
 
 
@@ -44,9 +45,16 @@ class Price:
 
     def __init__(self) -> None:
         self.step, self.draft = StepLine(_ROWS), Rate()
+        self.by_rows: dict[int, Rate] = {}  # a kernel for few rows ends somewhere, and no line bends there
 
     def observe(self, seconds: float, rows: int) -> None:
         self.step.observe(rows, seconds)
+        self.by_rows.setdefault(rows, Rate()).observe(min(seconds, _HICCUP * self.step.predict(rows)), 1)
+
+    def seconds(self, rows: int) -> float:
+        """Of a step of so many rows."""
+        measured = self.by_rows.get(rows)
+        return self.step.predict(rows) if measured is None else measured.value
 
     def observe_drafts(self, seconds: float, drafts: int) -> None:
         if drafts:
@@ -56,10 +64,10 @@ class Price:
         """γ from 0 to `most`; `most` while no step was measured."""
         if not self.step.weight:
             return most
-        fixed, row, draft = self.step.fixed / sequences, self.step.per_token, self.draft.value or 0.0
+        draft = self.draft.value or 0.0
 
         def pace(count: int) -> float:
-            return expected_tokens(alpha, count) / (fixed + row * (1 + count) + draft * count)
+            return expected_tokens(alpha, count) / (self.seconds(sequences * (1 + count)) / sequences + draft * count)
 
         return max(range(most + 1), key=pace)
 
