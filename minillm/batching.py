@@ -145,7 +145,7 @@ class Scheduler:
         plan.add(Scheduled(request, start, count, start + count == known, copies))
 
     def _guess(self, request: Request, plan: Plan) -> None:
-        """Drafts of a request that decodes, from what budget and blocks are left: nobody waits or is preempted for it."""
+        """Drafts of a request that decodes, from what budget and blocks are left: nobody waits or gives way for it."""
         if plan.parts[request].count > 1:
             return
         count = min(len(request.drafts), plan.budget)

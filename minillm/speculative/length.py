@@ -1,7 +1,7 @@
 """How many drafts are worth their rows: from what a sequence had accepted, and what rows and drafts cost here.
 
-A step of R rows takes step(R) seconds: what was measured for R, or else a line, fixed + row · R. If n sequences share it
-and each drafts γ tokens, one of which is accepted with probability α if all before it were, then a sequence pays
+A step of R rows takes step(R) seconds: what was measured for R, or else a line, fixed + row · R. If n sequences share
+it and each drafts γ tokens, one of which is accepted with probability α if all before it were, then a sequence pays
 
     step(n · (1 + γ)) / n + draft · γ  seconds          and gets          (1 - α^(γ+1)) / (1 - α)  tokens
 
