@@ -187,7 +187,7 @@ def read_text(text: str) -> str:
 
 def prepare(args: argparse.Namespace) -> str:
     """Sets torch's threads and returns the device to use. Raises RequestError for one that is not there, and
-    MinillmError for a backend that cannot run on it."""
+    MinillmError for a backend that cannot run on it or a --kv-cache-dtype that is not known."""
     import torch
 
     if args.threads is not None:
@@ -200,26 +200,21 @@ def prepare(args: argparse.Namespace) -> str:
     from ..backend import choose
 
     choose(args.backend, device)
+    if hasattr(args, "kv_cache_dtype"):
+        from ..runner import check_cache_dtype
+
+        check_cache_dtype(args.kv_cache_dtype)
     return device
 
 
 def load(args: argparse.Namespace) -> tuple[Transformer, Tokenizer]:
     """Model and tokenizer as the options ask. Raises MinillmError."""
     device = prepare(args)
-    _check_cache(args)
     if args.quantize is not None:
         return _load_quantized(args, device)
     from .. import checkpoint
 
     return checkpoint.load(args.model, args.dtype, device, args.backend)
-
-
-def _check_cache(args: argparse.Namespace) -> None:
-    """A bad --kv-cache-dtype is told before a model is loaded."""
-    if hasattr(args, "kv_cache_dtype"):
-        from ..runner import check_cache_dtype
-
-        check_cache_dtype(args.kv_cache_dtype)
 
 
 def _load_quantized(args: argparse.Namespace, device: str) -> tuple[Transformer, Tokenizer]:

@@ -61,9 +61,7 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
     from ..analysis import quality
     from ..analysis.kv_size import cache_format, kv_bytes_per_token
     from ..quantization.loading import load_quantized
-    from ..runner import check_cache_dtype
 
-    check_cache_dtype(args.kv_cache_dtype)
     reference, tokenizer = checkpoint.load(args.model, "float32", device)
     model, report = reference, None
     if args.quantize is not None:
