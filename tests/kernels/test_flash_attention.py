@@ -37,8 +37,9 @@ def test_against_float64(case, dtype):
 
 
 @pytest.mark.parametrize("window", [None, 40])
-@pytest.mark.parametrize(("queries", "keys"), [(97, 97), (33, 97), (1, 97)])
+@pytest.mark.parametrize(("queries", "keys"), [(97, 97), (33, 97), (1, 97), (3, 65), (2, 65)])
 def test_it_is_the_attention_of_the_model(queries, keys, window):
+    """Of 65 keys the first query sees one tile but for its last key, or all of it, and then it needs no mask."""
     q, k, v = normal((queries, 6, 64), (keys, 2, 64), (keys, 2, 64))
     out, _ = attend(q, k, v, window=window)
     torch.testing.assert_close(out, naive_attention(q, k, v, window), rtol=1e-4, atol=1e-5)
