@@ -334,7 +334,7 @@ def test_the_formula_of_the_paper():
 
 def priced(fixed: float, row: float, draft: float = 0.0) -> Price:
     price = Price()
-    for rows in (1, 20, 40) * 40:
+    for rows in (1, 100, 3000) * 40:
         price.observe(fixed + row * rows, rows)
     price.observe_drafts(draft * 100, 100)
     return price
@@ -349,7 +349,15 @@ def test_lengths_follow_acceptance_cost_and_the_batch():
     assert lengths == sorted(lengths, reverse=True)
     assert lengths[-1] == 0 < lengths[0]
     assert priced(0.010, 0.0002, draft=0.008).best(0.5, 8) == 0
-    assert Price().best(0.5, 8) == 8  # nothing is known yet
+    assert Price().best(0.5, 8) == 1  # nothing is known yet
+
+
+def test_rows_are_doubled_at_most():
+    price, rows = Price(), []
+    for _ in range(6):
+        rows.append(1 + price.best(0.95, 20))
+        price.observe(0.010, rows[-1])
+    assert rows == [2, 4, 8, 16, 21, 21]
 
 
 def test_a_kernel_that_ends_at_four_rows_is_seen():

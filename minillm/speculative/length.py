@@ -1,7 +1,7 @@
 """How many drafts are worth their rows: from what a sequence had accepted, and what rows and drafts cost here.
 
-A step of R rows takes step(R) seconds: what was measured for R, or else a line, fixed + row · R. If n sequences share
-it and each drafts γ tokens, one of which is accepted with probability α if all before it were, then a sequence pays
+A step of R rows takes step(R) seconds: measured for R, or else by a line, fixed + row · R. If n sequences share it and
+each drafts γ tokens, one of which is accepted with probability α if all before it were, then a sequence pays
 
     step(n · (1 + γ)) / n + draft · γ  seconds          and gets          (1 - α^(γ+1)) / (1 - α)  tokens
 
@@ -61,7 +61,9 @@ class Price:
             self.draft.observe(seconds, drafts)
 
     def best(self, alpha: float, most: int, sequences: int = 1) -> int:
-        """γ from 0 to `most`; `most` while no step was measured."""
+        """γ from 0 to `most`. At most doubles the rows that were measured: what is dear is found out cheaply."""
+        widest = max(self.by_rows, default=sequences)
+        most = min(most, max(0, 2 * widest // sequences - 1))
         if not self.step.weight:
             return most
         draft = self.draft.value or 0.0
