@@ -82,7 +82,8 @@ class Engine:
         if speculative is not None:
             speculator = make_speculator(speculative, model, tokenizer, engine=True)
             longest = self.scheduler.max_sequence
-            self.speculation = BatchSpeculation(speculator, longest, self.vocab_size, tokenizer.eos_ids)
+            most = config.block_size if getattr(self.runner.cache, "tails", None) else None  # see kv_tails.py
+            self.speculation = BatchSpeculation(speculator, longest, self.vocab_size, tokenizer.eos_ids, most)
         self._groups: dict[str, RequestGroup] = {}
         self._sequences: dict[Request, tuple[RequestGroup, SequenceText]] = {}
         self._due: list[RequestOutput] = []  # of a step that was interrupted

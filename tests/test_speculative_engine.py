@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minillm import batching, step_plan
+from minillm import batching, checkpoint, step_plan
 from minillm import engine as engine_module
+from minillm.batching import SchedulerConfig
 from minillm.block_pool import BlockError
+from minillm.engine import Engine
 from minillm.errors import EngineError, MinillmError
 from minillm.llm import LLM
 from minillm.sampling import SamplingParams
 from minillm.serving.metrics import Metrics
 from minillm.speculative import Proposal, Proposer, SpeculativeConfig, Speculator
 from minillm.speculative.batch import BatchSpeculation
+from tests import tiny
 from tests.planted import planted
 from tests.serving import alone, answers, expected, make_engine, make_tiny, run
 from tests.test_engine import engine_for, engines, requests
@@ -119,6 +124,22 @@ def test_every_method_leaves_answers_and_log_probabilities_alone(qwen3, config, 
     for ours, theirs in zip(done["1"].outputs[0].tokens, plain["1"].outputs[0].tokens, strict=True):
         assert [i for i, _ in ours.top_logprobs] == [i for i, _ in theirs.top_logprobs]
         assert ours.logprob == (theirs.logprob if exact else pytest.approx(theirs.logprob, abs=1e-5))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8", "int4"])
+def test_caches_of_fewer_bits_forget_drafts_too(tmp_path, dtype):
+    """int4 rounds a block when it is full, perhaps with drafts that are rejected then; its own numbers must remain."""
+    tiny.save("qwen3", tmp_path, head_dim=32)
+    pair = checkpoint.load(tmp_path, "float32")
+    jobs = [([*prompt, *range(100, 112)], replace(params, max_tokens=60)) for prompt, params in JOBS[:3]]
+    engines = [
+        Engine(*pair, SchedulerConfig(num_blocks=24, block_size=32), kv_cache_dtype=dtype, speculative=speculative)
+        for speculative in (None, SpeculativeConfig("ngram", 6, ngram_min=1, adaptive=False))
+    ]
+    plain, done = (serve(engine, jobs) for engine in engines)
+    assert all(answers(done[i]) == answers(plain[i]) for i in plain)
+    stats = engines[1].speculation.stats
+    assert 0 < stats.accepted < stats.drafted
 
 
 def test_drafts_cut_the_steps(qwen3):

@@ -21,8 +21,16 @@ from .verification import verify
 class BatchSpeculation:
     """What an engine with speculation holds. Sequences are told apart by their Request."""
 
-    def __init__(self, speculator: Speculator, max_sequence: int, vocab_size: int, eos_ids: Iterable[int]) -> None:
-        self.speculator, self.max_sequence = speculator, max_sequence
+    def __init__(
+        self,
+        speculator: Speculator,
+        max_sequence: int,
+        vocab_size: int,
+        eos_ids: Iterable[int],
+        most: int | None = None,
+    ) -> None:
+        """`most` bounds the drafts of a step, where a cache cannot take more back."""
+        self.speculator, self.max_sequence, self.most = speculator, max_sequence, most
         self.vocab_size, self.eos_ids = vocab_size, tuple(eos_ids)
         self._proposals: dict[Request, Proposal] = {}
 
@@ -45,6 +53,7 @@ class BatchSpeculation:
         room = self.max_sequence - request.num_tokens - 1
         if request.params.max_tokens is not None:
             room = min(room, request.params.max_tokens - len(request.output_token_ids) - 1)
+        room = room if self.most is None else min(room, self.most)
         count = self.speculator.length(request, room, sequences)
         ids = request.prompt_token_ids, request.output_token_ids
         return Context(request, *ids, request.params, count, request.sequence)
