@@ -13,14 +13,14 @@ from torch import Tensor
 from .backend import choose, with_backend
 from .config import ModelConfig
 from .errors import CheckpointError, ConfigError, QuantizationError, short
-from .fetch import default_model_path, locate
+from .fetch import DRAFT_FOLDER, default_model_path, locate
 from .gguf_file import GGUFFile
 from .packing import linear_maker
 from .storage import cache_dir
 from .tokenizer import Tokenizer
 from .transformer import Transformer, from_tensors
 
-__all__ = ["DTYPES", "cache_dir", "default_model_path", "load", "load_model", "locate"]
+__all__ = ["DTYPES", "cache_dir", "default_model_path", "load", "load_draft", "load_model", "locate"]
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 
@@ -42,7 +42,26 @@ def load(
         file = GGUFFile(path, keep_int4=dtype == "auto" and device == "cpu")
         model = with_backend(_build(file.config, file, dtype, device, path), backend)
         return model, Tokenizer.from_gguf(file.fields)
-    return load_model(path, dtype, device, backend), Tokenizer.from_file(path)
+    return load_model(path, dtype, device, backend), _tokenizer(path)
+
+
+def load_draft(dtype: str = "auto", device: str = "cpu", backend: str = "auto") -> Transformer:
+    """The small draft of SmolLM2-135M-Instruct that comes with minillm; its tokenizer is the target's.
+
+    `load("smollm2-draft")` gives both. Raises CheckpointError or ConfigError if its folder is not whole.
+    """
+    return load_model(DRAFT_FOLDER, dtype, device, backend)
+
+
+def _tokenizer(folder: Path) -> Tokenizer:
+    """A model folder's own, or that of the model that its config names: a draft shares its target's."""
+    shared = ModelConfig.from_file(folder).raw.get("tokenizer_from")
+    if shared is None or (folder / "tokenizer.json").exists():
+        return Tokenizer.from_file(folder)
+    if not isinstance(shared, str):
+        raise CheckpointError(f"{folder}: tokenizer_from is {short(repr(shared))}; it must be a model's name")
+    path = locate(shared)
+    return Tokenizer.from_gguf(GGUFFile(path).fields) if path.is_file() else Tokenizer.from_file(path)
 
 
 def load_model(folder: str | Path, dtype: str = "float32", device: str = "cpu", backend: str = "auto") -> Transformer:

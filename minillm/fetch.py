@@ -27,6 +27,8 @@ FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 SIZE = 98_362_432
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 DEFAULT_NAMES = {"smollm2", "smollm2-135m", "smollm2-135m-instruct"}
+DRAFT_NAME = "smollm2-draft"
+DRAFT_FOLDER = Path(__file__).parent / "weights" / DRAFT_NAME  # made by minillm.train_draft; its card is beside it
 _TEMPORARY = "minillm-fetch-"
 _PATH, _REASON = 200, 300  # characters of a path and of someone else's reason that a message shows
 
@@ -35,6 +37,8 @@ def locate(source: str | Path | None) -> Path:
     """A .gguf file or a model folder on disk, fetched if need be. Raises CheckpointError, FetchError, RequestError."""
     if source is None or str(source).lower() in DEFAULT_NAMES:
         return default_model_path()
+    if str(source).lower() == DRAFT_NAME:
+        return DRAFT_FOLDER
     if not str(source).strip():
         raise CheckpointError(
             "the model's name is empty; give a .gguf file, a model folder or a hub name, "
