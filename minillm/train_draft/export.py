@@ -73,12 +73,12 @@ def card(trainer: Trainer, measured: Measured, weight_bytes: int) -> str:
 def _what_it_is(trainer: Trainer, weight_bytes: int) -> list[str]:
     recipe, count = trainer.recipe, sum(p.numel() for p in trainer.model.parameters())
     return [
-        f"{count / 1e6:.2f} million parameters, {weight_bytes / 1e6:.1f} MB in float16: {recipe.layers} layers of width "
-        f"{recipe.hidden_size} (feed-forward {recipe.intermediate_size}, {recipe.heads} heads, a window of "
-        f"{recipe.sliding_window} tokens), tied embedding, the target's vocabulary. All it ever read is what the target "
-        "wrote after short prompts, so it is good for guessing the target's next token, and for nothing else.",
-        "`checkpoint.load_draft()` loads the one that comes with minillm, `--model smollm2-draft` names it on the command "
-        "line; its tokenizer is the target's. License: Apache-2.0, like the target's.",
+        f"{count / 1e6:.2f} million parameters, {weight_bytes / 1e6:.1f} MB in float16: {recipe.layers} layers of "
+        f"width {recipe.hidden_size} (feed-forward {recipe.intermediate_size}, {recipe.heads} heads, a window of "
+        f"{recipe.sliding_window} tokens), tied embedding, the target's vocabulary. All it ever read is what the "
+        "target wrote after short prompts, so it is good for guessing the target's next token, and for nothing else.",
+        "`checkpoint.load_draft()` loads the one that comes with minillm, `--model smollm2-draft` names it on the "
+        "command line; its tokenizer is the target's. License: Apache-2.0, like the target's.",
     ]
 
 
@@ -88,8 +88,8 @@ def _how_it_was_made(trainer: Trainer, measured: Measured) -> list[str]:
         f"`python -m minillm.train_draft`, recipe `{fingerprint(recipe)}`, seed {recipe.sampling.seed}, on "
         f"{measured.machine}.",
         f"The target wrote {measured.text_tokens:,} tokens, prompts included, at temperatures 0, 0.7 and 1, and its "
-        f"{recipe.sampling.top_k} likeliest next tokens were kept for each position. The embedding began as the target's "
-        f"own, seen through the {recipe.hidden_size} directions that its predictions use most "
+        f"{recipe.sampling.top_k} likeliest next tokens were kept for each position. The embedding began as the "
+        f"target's own, seen through the {recipe.hidden_size} directions that its predictions use most "
         "(minillm/train_draft/projection.py); all else began random.",
         f"Then {trainer.steps:,} steps of AdamW on {trainer.tokens:,} positions in all, {passes:.1f} passes over the "
         f"answers, against those candidates' probabilities: {trainer.seconds / 60:.0f} minutes of steps.",
