@@ -80,7 +80,5 @@ def measure(name: str | None, folder: Path, texts: Sequence[Texts], held_out: Te
     target = checkpoint.load(name, "auto")[0]
     draft_s, target_s = step_seconds(checkpoint.load_model(folder, "auto"), target)
     label = name or DEFAULT
-    tokens, prompts = (
-        sum(int(n.sum()) for n in counts) for counts in ([t.lengths for t in texts], [t.starts for t in texts])
-    )
+    tokens, prompts = (sum(int(getattr(part, name).sum()) for part in texts) for name in ("lengths", "starts"))
     return Measured(tokens, tokens - prompts, len(held_out.tokens), exact, draft_s, target_s, label, machine)

@@ -92,7 +92,8 @@ TRAIN = Words(
         "a haunted house", "string formatting", "light", "inflation", "tea", "trains", "teamwork", "genes", "mountains",
         "web servers", "painting", "statistics", "a long journey", "atoms", "cooking rice", "stars", "language",
         "dates and times", "storms", "negotiation", "calculus", "penguins", "loops", "architecture", "honesty",
-        "oceans", "a small village", "version control", "nutrition", "magnets", "theatre", "queues", "the brain", "winter",
+        "oceans", "a small village", "version control", "nutrition", "magnets", "theatre", "queues", "the brain",
+        "winter",
     ),
 )  # fmt: skip
 
