@@ -43,10 +43,10 @@ class Recipe:
 
     sampling: SamplingRecipe = SamplingRecipe()
     tokens: int = 1_000_000
-    hidden_size: int = 128
-    intermediate_size: int = 768
-    layers: int = 4
-    heads: int = 4
+    hidden_size: int = 160
+    intermediate_size: int = 640
+    layers: int = 3
+    heads: int = 5
     sliding_window: int = 256
     steps: int = 1500
     batch_tokens: int = 4096

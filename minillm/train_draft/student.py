@@ -12,6 +12,9 @@ from ..layers import RMSNorm
 from ..transformer import Transformer, from_tensors
 
 
+UNSURE = 0.2
+
+
 class TrainedNorm(nn.Module):
     """RMSNorm whose gain has a gradient; layers.RMSNorm folds a constant into it once and for all."""
 
@@ -60,7 +63,8 @@ def trainable(config: ModelConfig, tensors: dict[str, Tensor]) -> Transformer:
 
 def fresh_tensors(config: ModelConfig, embedding: Tensor, seed: int) -> dict[str, Tensor]:
     """Weights to start from, by Hugging Face's names: the embedding given, matrices normal with variance 1 / d_in,
-    those that write to the residual stream smaller by sqrt(2 · layers), norms at one."""
+    those that write to the residual stream smaller by sqrt(2 · layers), norms at one, the last one less: a state that
+    knows nothing yet should not be sure of anything."""
     generator = torch.Generator().manual_seed(seed)
     c = config
     queries, keys = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
@@ -69,7 +73,7 @@ def fresh_tensors(config: ModelConfig, embedding: Tensor, seed: int) -> dict[str
         "self_attn.q_proj": (queries, d), "self_attn.k_proj": (keys, d), "self_attn.v_proj": (keys, d),
         "self_attn.o_proj": (d, queries), "mlp.gate_proj": (f, d), "mlp.up_proj": (f, d), "mlp.down_proj": (d, f),
     }  # fmt: skip
-    tensors = {"model.embed_tokens.weight": embedding.clone(), "model.norm.weight": torch.ones(d)}
+    tensors = {"model.embed_tokens.weight": embedding.clone(), "model.norm.weight": torch.full((d,), UNSURE)}
     for layer in range(c.num_hidden_layers):
         prefix = f"model.layers.{layer}."
         for name, shape in shapes.items():
