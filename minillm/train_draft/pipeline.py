@@ -12,6 +12,7 @@ from .. import checkpoint
 from ..config import ModelConfig
 from ..errors import CheckpointError
 from ..kv_cache import NoCache
+from ..storage import remove_leftovers
 from ..tokenizer import Tokenizer
 from ..transformer import Transformer
 from .batches import Example, split
@@ -29,6 +30,7 @@ SEEN = 12_000  # positions whose hidden states choose the directions of the embe
 
 def make_draft(name: str | None, recipe: Recipe, work: Path, out: Path, machine: str, progress: bool = True) -> str:
     """Texts, training, folder. Returns the card. Raises OSError for a full disk and MinillmError for the rest."""
+    remove_leftovers(work, "*.part")
     model, tokenizer = _writer(name)
     held_out = next(sample_texts(Sampler(model, tokenizer, recipe.held_out), work, 1, progress))
     texts = list(sample_texts(Sampler(model, tokenizer, recipe.sampling), work, recipe.tokens, progress))

@@ -60,6 +60,7 @@ class Sampler:
 
     def round(self, index: int) -> Texts:
         recipe, count = self.recipe, self.recipe.requests
+        self.llm.reset_prefix_cache()  # what an earlier round left must not change how this one rounds
         generator = random.Random(f"{recipe.seed} {recipe.held_out} {index}")
         kinds, temperatures = (
             generator.choices(*zip(*shares, strict=True), k=count) for shares in (recipe.kinds, recipe.temperatures)
