@@ -11,7 +11,6 @@ from ..config import ModelConfig
 from ..layers import RMSNorm
 from ..transformer import Transformer, from_tensors
 
-
 UNSURE = 0.2
 
 
