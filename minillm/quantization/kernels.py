@@ -1,13 +1,17 @@
 """How a CPU multiplies by a quantized matrix. Each kernel holds its weights in the shape torch's operator wants.
 
-Weight-only (x stays 16 or 32 bits): few rows are bound by the bytes of W, so fewer bits are less time.
-    Int8WeightOnly   torch._weight_int8pack_mm              int8 codes, one scale a row
+Weight-only (x keeps 16 bits): few rows are bound by the bytes of W, so fewer bits are less time.
+    Int8Fixed        torch.ops.onednn.qlinear_pointwise     int8 codes, one scale a row; x as two int8 halves of 16 bits
+    Int8WeightOnly   torch._weight_int8pack_mm              the same codes, x in bfloat16; where oneDNN's is missing
     Int4Grouped      torch._weight_int4pack_mm_for_cpu      4-bit codes, groups of 32 to 128
 Weight and activation (x becomes int8, one scale a token): many rows are bound by arithmetic, and int8 has twice the
 multiply-adds of bfloat16 where the CPU has the instructions.
     Int8Dynamic      torch.ops.onednn.qlinear_pointwise     int8 x int8, sums in int32
 For formats that no operator here reads (fp8, MXFP4, NVFP4, 3 bits, ternary), and for many rows:
     Expanded         the numbers as they come out, in bfloat16 or float32: saves bytes on disk, not in memory
+
+A kernel with `prepare` and `finish` has its small operators apart from its one multiply, y = finish(multiply(codes),
+scale) where codes, scale = prepare(x): a compiler can then fuse them with their neighbours (compilation.py).
 """
 
 from __future__ import annotations
@@ -68,11 +72,8 @@ class Int4Grouped:
         return y if self.bias is None else y + self.bias
 
 
-class Int8Dynamic:
-    """Both sides int8: each token's largest magnitude becomes 127, sums are exact in int32, two scales make numbers.
-
-    One scale a token, not one a batch, so that a token's result does not depend on who shares its step.
-    """
+class _Int8Codes:
+    """oneDNN's int8 x int8 multiply, W packed once; what x becomes is the subclass's. y is float32 times W's scales."""
 
     input_dtype = torch.float32
 
@@ -82,17 +83,66 @@ class Int8Dynamic:
         self.packed = torch.ops.onednn.qlinear_prepack(weight.packed, None)
         self.weight_bytes = weight.packed.nbytes + self.scale.nbytes
 
+    def multiply(self, codes: Tensor) -> Tensor:
+        """codes (rows, K) int8 -> (rows, N) float32: sums in int32, exact, times W's scales."""
+        if codes.shape[0] > _ROWS:  # oneDNN's blocking for more rows than that is several times slower a row
+            return torch.cat([self.multiply(part) for part in codes.split(_ROWS)])
+        return _QLINEAR(codes, 1.0, 0, self.packed, self.scale, self.zeros, None, 1.0, 0, torch.float32, "none", [], "")
+
+    def __call__(self, x: Tensor) -> Tensor:
+        codes, scale = self.prepare(x)
+        y = self.finish(self.multiply(codes), scale)
+        return (y if self.bias is None else y + self.bias).to(x.dtype)
+
+
+_QLINEAR = torch.ops.onednn.qlinear_pointwise.default
+_ROWS = 256
+
+
+class Int8Dynamic(_Int8Codes):
+    """Both sides int8: each token's largest magnitude becomes 127, sums are exact in int32, two scales make numbers.
+
+    One scale a token, not one a batch, so that a token's result does not depend on who shares its step.
+    """
+
     @staticmethod
     def takes(weight: QuantizedWeight) -> bool:
         return weight.scheme.dynamic
 
-    def __call__(self, x: Tensor) -> Tensor:
-        codes, scale = quantize_tokens(x)
-        y = torch.ops.onednn.qlinear_pointwise.default(
-            codes, 1.0, 0, self.packed, self.scale, self.zeros, None, 1.0, 0, torch.float32, "none", [], ""
-        )
-        y = y * scale
-        return (y if self.bias is None else y + self.bias).to(x.dtype)
+    @staticmethod
+    def prepare(x: Tensor) -> tuple[Tensor, Tensor]:
+        return quantize_tokens(x)
+
+    @staticmethod
+    def finish(y: Tensor, scale: Tensor) -> Tensor:
+        return y * scale
+
+
+class Int8Fixed(_Int8Codes):
+    """Weight-only: x becomes 16-bit fixed point, its high and low byte two rows of the int8 multiply.
+
+    x ≈ scale · (256 · high + low), so y = 256 · (W high) + W low, both sums exact. A second row costs nothing where the
+    bytes of W decide, and x is nearer than in bfloat16: its error is at most scale / 2, in the root mean square
+    sqrt(K) / 113000 of x's own even if a single entry holds all of it, where bfloat16 loses about 1 / 900.
+    """
+
+    @staticmethod
+    def takes(weight: QuantizedWeight) -> bool:
+        return Int8WeightOnly.takes(weight)
+
+    @staticmethod
+    def prepare(x: Tensor) -> tuple[Tensor, Tensor]:
+        """x (T, K) -> (2T, K) int8, all high bytes and then all low ones, and float32 scales (T, 1)."""
+        x = x.to(torch.float32)
+        scale = x.abs().amax(-1, keepdim=True).clamp(min=1e-30) / (127 * 256 + 127)
+        codes = (x / scale).round().to(torch.int32)
+        high = (codes + 128) >> 8  # -127 to 127, and the low byte -128 to 127
+        return torch.cat([high, codes - (high << 8)]).to(torch.int8), scale
+
+    @staticmethod
+    def finish(y: Tensor, scale: Tensor) -> Tensor:
+        high, low = y.chunk(2)
+        return (high * 256 + low) * scale
 
 
 def quantize_tokens(x: Tensor) -> tuple[Tensor, Tensor]:

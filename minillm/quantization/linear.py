@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from ..packing import available
-from .kernels import Expanded, Int4Grouped, Int8Dynamic, Int8WeightOnly
+from .kernels import Expanded, Int4Grouped, Int8Dynamic, Int8Fixed, Int8WeightOnly
 from .scheme import parse
 from .weight import QuantizedWeight, quantize_weight
 
 FEW = 4  # rows up to which reading W decides; measured on two AVX-512 cores, see chapter 13
-PACKED = (Int8Dynamic, Int8WeightOnly, Int4Grouped)
+PACKED = (Int8Dynamic, Int8Fixed, Int8WeightOnly, Int4Grouped)
 
 
 class QuantizedLinear(nn.Module):
@@ -56,7 +56,7 @@ def _kernels(weight: QuantizedWeight, bias: Tensor | None, exact: bool) -> tuple
         return whole, whole
     wide = torch.bfloat16 if "bfloat16" in available_layouts() else torch.float32
     kernel = next((k for k in PACKED if k.takes(weight) and works(k)), None)
-    if kernel is Int8Dynamic:
+    if kernel in (Int8Dynamic, Int8Fixed):  # good for many rows too
         both = kernel(weight, bias)
         return both, both
     many = Expanded(weight, bias, wide)
@@ -71,7 +71,7 @@ def available_layouts() -> tuple[str, ...]:
 @functools.cache
 def works(kernel: type) -> bool:
     """Whether this build of torch has the operator for this CPU, found by multiplying a small matrix."""
-    name = {Int8Dynamic: "int8-dynamic", Int8WeightOnly: "int8", Int4Grouped: "int4-g32"}[kernel]
+    name = "int8-dynamic" if kernel is Int8Dynamic else "int4-g32" if kernel is Int4Grouped else "int8"
     small = quantize_weight(torch.linspace(-1, 1, 32 * 64).view(32, 64), parse(name))
     x = torch.linspace(-1, 2, 128).view(2, 64)
     try:
