@@ -37,6 +37,10 @@ class QuantizationError(MinillmError):
     """Weights, a scheme or a file of quantized weights that do not go together."""
 
 
+class CompilationError(MinillmError):
+    """A model, or a machine, that compiled code cannot be made for."""
+
+
 class QueueFullError(RequestError):
     """The queue is at its limit; the same request may be served later, best after `retry_after_s` seconds."""
 

@@ -141,7 +141,7 @@ class Int8Fixed(_Int8Codes):
 
     @staticmethod
     def finish(y: Tensor, scale: Tensor) -> Tensor:
-        high, low = y.chunk(2)
+        high, low = y.view(2, -1, y.shape[-1])
         return (high * 256 + low) * scale
 
 
