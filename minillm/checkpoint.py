@@ -26,23 +26,28 @@ DTYPES = ("auto", "float32", "float16", "bfloat16")
 
 
 def load(
-    source: str | Path | None = None, dtype: str = "auto", device: str = "cpu", backend: str = "auto"
+    source: str | Path | None = None,
+    dtype: str = "auto",
+    device: str = "cpu",
+    backend: str = "auto",
+    compile: bool = False,
 ) -> tuple[Transformer, Tokenizer]:
     """Model and tokenizer from a .gguf file, a model folder or a hub name; None is the default model.
 
     dtype "float32" computes exactly what the file says and is what the equality tests use. "float16" and "bfloat16"
     store matrices so; "auto" takes the fastest layouts measured on this machine (see packing.py). `backend` is
-    "triton", "torch" or "auto" (see backend.py).
+    "triton", "torch" or "auto" (see backend.py). `compile` runs its small operators as compiled code (compilation.py):
+    seconds to minutes the first time, and from the cache folder after that.
     Raises CheckpointError, ConfigError, FetchError or TokenizerError, each naming the file; EngineError or KernelError
-    for a backend that cannot run here.
+    for a backend that cannot run here, CompilationError for what cannot be compiled.
     """
     choose(backend, device)  # before anything is fetched
     path = locate(source)
     if path.is_file():
         file = GGUFFile(path, keep_int4=dtype == "auto" and device == "cpu")
-        model = with_backend(_build(file.config, file, dtype, device, path), backend)
-        return model, Tokenizer.from_gguf(file.fields)
-    return load_model(path, dtype, device, backend), _tokenizer(path)
+        model, tokenizer = _build(file.config, file, dtype, device, path), Tokenizer.from_gguf(file.fields)
+        return _compiled(with_backend(model, backend), compile), tokenizer
+    return _compiled(load_model(path, dtype, device, backend), compile), _tokenizer(path)
 
 
 def load_draft(dtype: str = "auto", device: str = "cpu", backend: str = "auto") -> Transformer:
@@ -62,6 +67,14 @@ def _tokenizer(folder: Path) -> Tokenizer:
         raise CheckpointError(f"{folder}: tokenizer_from is {short(repr(shared))}; it must be a model's name")
     path = locate(shared)
     return Tokenizer.from_gguf(GGUFFile(path).fields) if path.is_file() else Tokenizer.from_file(path)
+
+
+def _compiled(model: Transformer, wanted: bool) -> Transformer:
+    if not wanted:
+        return model
+    from .compilation import compiled  # below this file in reading order
+
+    return compiled(model)
 
 
 def load_model(folder: str | Path, dtype: str = "float32", device: str = "cpu", backend: str = "auto") -> Transformer:

@@ -98,20 +98,23 @@ def shape_of(layer: nn.Module) -> tuple[int, int]:
 class _Piece(nn.Module):
     """Small operators between two multiplies. Inputs and outputs are flat lists of tensors, as the loader takes them.
 
-    of: the multiply whose result comes in, into: the one that is fed, attention: the layer between.
+    of: the multiply whose result comes in, into: the one that is fed, attention: the layer between, which turns that
+    many numbers of each head.
     """
 
-    def __init__(self, of: Ends | None = None, into: Ends | None = None, attention=None, eps: float = 0.0) -> None:
+    def __init__(
+        self, of: Ends | None = None, into: Ends | None = None, attention=None, eps: float = 0.0, turned: int = 0
+    ) -> None:
         super().__init__()
         self.of, self.into, self.eps = of, into, eps
         if attention is not None:
             self.heads = [attention.heads, attention.kv_heads, attention.kv_heads]
-            self.head_dim = attention.head_dim
+            self.head_dim, self.turned = attention.head_dim, turned or attention.head_dim
 
     def about(self) -> dict:
         return {
             "of": self.of and self.of.about, "into": self.into and self.into.about, "eps": self.eps,
-            "heads": [*getattr(self, "heads", ()), getattr(self, "head_dim", 0)],
+            "heads": [*getattr(self, "heads", ()), getattr(self, "head_dim", 0), getattr(self, "turned", 0)],
         }  # fmt: skip
 
 
@@ -153,7 +156,7 @@ class Turn(_Piece):
         return [apply_rotary(q, (cos, sin)), apply_rotary(k, (cos, sin)), v.clone()]
 
     def example(self) -> list[Tensor]:
-        angle, gain = torch.zeros(self.of.rows, 1, self.head_dim), torch.ones(self.head_dim)
+        angle, gain = torch.zeros(self.of.rows, 1, self.turned), torch.ones(self.head_dim)
         return [angle, angle.clone(), *([gain, gain.clone()] if self.normed else []), *self.of.example()]
 
 
@@ -213,7 +216,7 @@ class _Plan:
 class CompiledTransformer(Transformer):
     """A Transformer whose blocks run as compiled pieces; made by `compiled`, sharing every weight with the original.
 
-    Results differ from the original's as one order of float32 additions from another. `steps` counts by kind.
+    Results differ from the original's as one order of float32 additions from another.
     """
 
     report: Report
@@ -268,6 +271,8 @@ def _check(model: Transformer) -> None:
         for part, wanted in ((block.attention, Attention), (block.mlp, SwiGLU), (block.attn_norm, RMSNorm)):
             if type(part) is not wanted:
                 raise CompilationError(f"{type(part).__name__} is not compiled yet; leave out compile for this model")
+        if block.attention.gated:
+            raise CompilationError("gated attention is not compiled yet; leave out compile for this model")
 
 
 def _plan(model: Transformer, kind: str, store: PieceStore) -> _Plan:
@@ -277,7 +282,7 @@ def _plan(model: Transformer, kind: str, store: PieceStore) -> _Plan:
         name = type(piece).__name__.lower()
         return store.get(name, kind, piece.about(), code, lambda: (piece, piece.example()))
 
-    blocks, layers = list(model.blocks), []
+    blocks, layers, turned = list(model.blocks), [], model.config.rotary_dim
     for block, following in zip(blocks, [*blocks[1:], None], strict=True):
         a, mlp = block.attention, block.mlp
         qkv, o, gate_up, down = (Ends(x, kind) for x in (a.qkv_proj, a.o_proj, mlp.gate_up_proj, mlp.down_proj))
@@ -288,7 +293,7 @@ def _plan(model: Transformer, kind: str, store: PieceStore) -> _Plan:
             _Layer(
                 qkv, o, gate_up, down,
                 [a.q_norm.weight, a.k_norm.weight] if normed else [],
-                get(TurnNormed(qkv, None, a, a.q_norm.eps) if normed else Turn(qkv, None, a)),
+                get(TurnNormed(qkv, None, a, a.q_norm.eps, turned) if normed else Turn(qkv, None, a, 0.0, turned)),
                 get(Ready(None, o, a)),
                 block.ffn_norm.weight,
                 get(After(o, gate_up, eps=block.ffn_norm.eps)),

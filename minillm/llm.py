@@ -27,7 +27,7 @@ _VLLM = {  # its name -> ours, where they differ
     "kv_cache_memory_bytes": "kv_cache_bytes",
     "scheduling_policy": "policy",
     "swap_space": "num_host_blocks, which is a number of blocks",
-    "enforce_eager": "nothing: every step is eager",
+    "enforce_eager": "compile, which is off unless asked for",
     "seed": "SamplingParams(seed=...), one for each request",
     "tensor_parallel_size": "nothing: the engine runs on one device",
 }
@@ -40,7 +40,8 @@ class LLM:
     Memory for the cache is `num_blocks` blocks, or as many as `kv_cache_bytes` hold, and no more than `max_num_seqs`
     sequences of `max_model_len` can use; of a model with linear layers up to half of it is states. `kv_cache_dtype` is
     auto, float32, bfloat16, float16, or quantized: int8, fp8, int4 (quantization/kv.py). `backend` is "triton", "torch"
-    or "auto", and None a loaded model's own. Further keywords are those of SchedulerConfig.
+    or "auto", and None a loaded model's own. `compile` is for a model that is loaded here (see checkpoint.load); give
+    compilation.compiled(model) otherwise. Further keywords are those of SchedulerConfig.
     `speculative` is a SpeculativeConfig; what came of it is in `engine.speculation.stats`.
     """
 
@@ -56,11 +57,14 @@ class LLM:
         device: str = "cpu",
         backend: str | None = None,
         speculative: SpeculativeConfig | None = None,
+        compile: bool = False,
         **options,
     ) -> None:
         if not isinstance(model, Transformer):
-            model, found = checkpoint.load(model, dtype, device, backend or "auto")
+            model, found = checkpoint.load(model, dtype, device, backend or "auto", compile)
             tokenizer = tokenizer or found
+        elif compile:
+            raise EngineError("compile is for a model that is loaded here; pass compilation.compiled(model) instead")
         if tokenizer is None:
             raise EngineError("a loaded model was given without its tokenizer; pass both, or a path")
         if not enable_prefix_caching:
