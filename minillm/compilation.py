@@ -3,19 +3,18 @@
 A decode step of a small model is some forty operators a layer, of which four read weights. The others touch a few
 kilobytes and cost what it takes to start them. A compiler that sees them together writes one loop for all:
 
-    begin     x                      -> norm, prepare             what qkv_proj multiplies
-    turn      qkv_proj's result      -> finish, rotary            q, k, v
-    ready     attention's result     -> prepare                   what o_proj multiplies
-    after     x, o_proj's result     -> finish, add, norm, prepare    x, and what gate_up_proj multiplies
-    activate  gate_up_proj's result  -> finish, silu, times up, prepare   what down_proj multiplies
-    after     x, down_proj's result  -> the same again, with the next layer's norm
+    turn      qkv_proj's result      finish, rotary                     -> q, k, v
+    ready     attention's result     prepare                            -> what o_proj multiplies
+    after     x, o_proj's result     finish, add, norm, prepare         -> x, and what gate_up_proj multiplies
+    activate  gate_up_proj's result  finish, silu, times up, prepare    -> what down_proj multiplies
+    after     x, down_proj's result  the same with the next layer's norm  -> x, and what its qkv_proj multiplies
 
 Multiplies stay torch's own kernels, and the cache still does the attending, so any layout and any cache will do.
 `prepare` and `finish` are a kernel's own small operators, such as rounding x to int8: see quantization/kernels.py.
 
 Code is made ahead of time (torch.export, AOTInductor) and kept in the cache folder under a key of all that went into
 it. One piece of code serves every layer of the same shapes. There is code for a single row, and for any number of
-them; a step looks its code up by its rows and never compiles: `compiled` has done that, and counts it.
+them; a step looks its code up by its rows and never compiles: `compiled` has done that, and says what it took.
 """
 
 from __future__ import annotations
@@ -209,7 +208,7 @@ class _Layer:
 
 @dataclass
 class _Plan:
-    begin: Run
+    begin: Begin
     layers: list[_Layer]
 
 
@@ -303,4 +302,4 @@ def _plan(model: Transformer, kind: str, store: PieceStore) -> _Plan:
             )
         )  # fmt: skip
     first = blocks[0]
-    return _Plan(get(Begin(None, layers[0].qkv, eps=first.attn_norm.eps)), layers)
+    return _Plan(Begin(None, layers[0].qkv, eps=first.attn_norm.eps), layers)  # once a step: not worth compiling

@@ -9,7 +9,7 @@ import torch
 from torch._inductor import cpp_builder, exc
 
 from minillm.checkpoint import load_model
-from minillm.compilation import Report, compiled
+from minillm.compilation import Activate, Ends, Report, compiled
 from minillm.errors import CompilationError
 from minillm.kv_cache import ContiguousCache
 from minillm.llm import LLM
@@ -19,7 +19,6 @@ from minillm.sampling_params import SamplingParams
 from minillm.tokenizer import Tokenizer
 from tests import tiny
 
-KINDS = (ONE, MANY)
 HAVE_COMPILER = shutil.which("g++") is not None or shutil.which("clang++") is not None
 needs_compiler = pytest.mark.skipif(not HAVE_COMPILER, reason="compiling needs g++ or clang++")
 
@@ -54,9 +53,9 @@ def steps(model, prompt: int = 9, count: int = 5) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory, folder):
-    """(model, compiled): int8 matrices, biases, norms of heads. A dozen pieces, a few seconds of g++ each."""
+    """(model, compiled): int8 matrices, biases, norms of heads. One row only: a piece takes seconds of g++."""
     model = model_of("qwen3-tied", tmp_path_factory.mktemp("model"), "int8")
-    return model, compiled(model, PieceStore(folder))
+    return model, compiled(model, PieceStore(folder), (ONE,))
 
 
 @needs_compiler
@@ -68,23 +67,32 @@ def test_compiled_is_the_model(models, folder):
     assert counted() == before
     assert (found - expected).norm() <= 1e-3 * expected.norm()  # a 16-bit code may round the other way
     assert torch.equal(found.argmax(-1), expected.argmax(-1))
-    again = compiled(model, PieceStore(folder))
+    again = compiled(model, PieceStore(folder), (ONE,))
     assert (again.report.made, again.report.found) == (0, fast.report.pieces)
     assert torch.equal(steps(again), found)
 
 
 @needs_compiler
-def test_a_row_does_not_depend_on_how_many_there_are(models):
-    """Code for any number of rows gives a row the bits that it has among others."""
-    _, fast = models
-    plan = fast._plans["many"]
-    x = torch.randn(33, fast.config.hidden_size, generator=torch.Generator().manual_seed(1))
-    gain = fast.blocks[0].attn_norm.weight
-    with torch.inference_mode():
-        codes, scale = plan.begin([x, gain])
-        few, few_scale = plan.begin([x[:5], gain])
-    assert torch.equal(codes.view(2, 33, -1)[:, :5], few.view(2, 5, -1))
-    assert torch.equal(scale[:5], few_scale)
+def test_code_for_any_number_of_rows(models, folder):
+    """One piece, several batch sizes: what the operators give, and a row has the same bits in a smaller batch."""
+    model, _ = models
+    mlp = model.blocks[0].mlp
+    piece = Activate(Ends(mlp.gate_up_proj, MANY), Ends(mlp.down_proj, MANY))
+    store = PieceStore(folder)
+    run = store.get("activate", MANY, piece.about(), [Activate], lambda: (piece, piece.example()))
+    generator = torch.Generator().manual_seed(1)
+    columns = piece.of.about[-2]
+    y, scale = torch.randn(2 * 33, columns, generator=generator), torch.rand(33, 1, generator=generator)
+    codes, whole_scale = run([y, scale])
+    for rows in (2, 7, 33):
+        part = [y.view(2, 33, -1)[:, :rows].reshape(2 * rows, -1), scale[:rows].clone()]
+        found, found_scale = run(part)
+        expected, expected_scale = piece(part)
+        assert torch.allclose(found_scale, expected_scale, rtol=1e-6)
+        high, low = (found - expected.int()).view(2, rows, -1)
+        assert (high * 256 + low).abs().max() <= 1  # the last bit of sixteen
+        assert torch.equal(found.view(2, rows, -1), codes.view(2, 33, -1)[:, :rows])
+        assert torch.equal(found_scale, whole_scale[:rows])
 
 
 @needs_compiler
@@ -113,13 +121,13 @@ def test_packages_on_disk(models, folder):
     can write is refused."""
     model, fast = models
     code = fast.report.sources()
-    assert set(code) == {f"{p}-{k}" for p in ("begin", "turnnormed", "ready", "after", "activate") for k in KINDS}
+    assert set(code) == {"turnnormed-one", "ready-one", "after-one", "activate-one"}
     assert "exp()" in code["activate-one"]
     assert code["activate-one"].count('extern "C"') == 1
     path = fast.report.store.paths["ready-one"]
     path.write_bytes(path.read_bytes()[:1000])
     with pytest.warns(UserWarning, match="compiling it again"):
-        again = compiled(model, PieceStore(folder))
+        again = compiled(model, PieceStore(folder), (ONE,))
     assert again.report.made == 1
     assert torch.equal(steps(again), steps(fast))
     folder.chmod(0o777)
