@@ -41,6 +41,10 @@ class CompilationError(MinillmError):
     """A model, or a machine, that compiled code cannot be made for."""
 
 
+class SparsityError(MinillmError):
+    """Weights and a pattern of zeros that do not go together."""
+
+
 class QueueFullError(RequestError):
     """The queue is at its limit; the same request may be served later, best after `retry_after_s` seconds."""
 

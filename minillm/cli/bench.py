@@ -73,7 +73,8 @@ def _bench(args: argparse.Namespace, device: str) -> dict[str, Any]:
     from . import measure
 
     sizes, speculative = _sizes(args), common.speculation(args)
-    path, layout_s = measure.settle_layout(args.model, "float32" if args.quantize else args.dtype, device)
+    changed = args.quantize or args.sparsify
+    path, layout_s = measure.settle_layout(args.model, "float32" if changed else args.dtype, device)
     started = time.perf_counter()
     model, tokenizer = common.load(args)
     report = getattr(model, "report", None)  # of compilation, which is not loading
@@ -109,6 +110,7 @@ def _bench(args: argparse.Namespace, device: str) -> dict[str, Any]:
         "layout": model.layout,
         "dtype": args.dtype,
         "quantize": args.quantize,
+        "sparsify": args.sparsify,
         "kv_cache_dtype": args.kv_cache_dtype,
         "compile": report and {"made": report.made, "found": report.found, "seconds": report.seconds},
         "weight_bytes_held": held_bytes(model),

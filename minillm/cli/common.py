@@ -76,6 +76,11 @@ def add_model_options(parser: argparse.ArgumentParser, weights: bool = True, qua
         help="round the weights first: int8, int8-dynamic, int4-g128, gptq-int4-g128, awq-int4-g32, fp8, mxfp4, nvfp4 "
         "and others; takes the place of --dtype",
     )  # fmt: skip
+    group.add_argument(
+        "--sparsify", metavar="METHOD-PATTERN",
+        help="set weights to zero first: magnitude, wanda or sparsegpt with 2:4, 4:8 or a share, such as wanda-2:4 or "
+        "magnitude-0.5; with --quantize, before rounding",
+    )  # fmt: skip
     group.add_argument("--device", choices=DEVICES, default="auto", help="default: cuda where there is one, else cpu")
     group.add_argument(
         "--backend", choices=BACKENDS, default="auto",
@@ -214,8 +219,8 @@ def prepare(args: argparse.Namespace) -> str:
 def load(args: argparse.Namespace) -> tuple[Transformer, Tokenizer]:
     """Model and tokenizer as the options ask. Raises MinillmError."""
     device = prepare(args)
-    if args.quantize is not None:
-        model, tokenizer = _load_quantized(args, device)
+    if args.sparsify is not None or args.quantize is not None:
+        model, tokenizer = _load_changed(args, device)
     else:
         from .. import checkpoint
 
@@ -233,13 +238,23 @@ def compile_model(model: Transformer) -> Transformer:
     return model
 
 
-def _load_quantized(args: argparse.Namespace, device: str) -> tuple[Transformer, Tokenizer]:
-    if args.dtype != "auto":
+def _load_changed(args: argparse.Namespace, device: str) -> tuple[Transformer, Tokenizer]:
+    """Sparsified, quantized, or the one after the other."""
+    if args.quantize is not None and args.dtype != "auto":
         raise RequestError(f"--dtype {args.dtype} and --quantize {args.quantize} say different things; leave one out")
-    from ..quantization.loading import load_quantized
+    if args.sparsify is not None and args.quantize is None and args.dtype not in ("auto", "float32"):
+        raise RequestError(f"--sparsify works in float32; leave --dtype {args.dtype} out")
+    if args.sparsify is None:
+        from ..quantization.loading import load_quantized
 
-    model, tokenizer, report = load_quantized(args.model, args.quantize, device)
-    say(f"{report.scheme}: {size_text(report.stored_bytes)} of weights, {report.bits_per_weight:.2f} bits each")
+        model, tokenizer, report = load_quantized(args.model, args.quantize, device)
+    else:
+        from ..sparsity.loading import load_sparse
+
+        model, tokenizer, sparse, report = load_sparse(args.model, args.sparsify, device, args.quantize)
+        say(f"{sparse.sparsity.name}: {sparse.fraction:.1%} of {sparse.weights / 1e6:.1f} million weights are zero")
+    if report is not None:
+        say(f"{report.scheme}: {size_text(report.stored_bytes)} of weights, {report.bits_per_weight:.2f} bits each")
     return model, tokenizer
 
 

@@ -1,4 +1,4 @@
-"""`python -m minillm quality`: what quantizing a model or its KV cache changed, and what it saved."""
+"""`python -m minillm quality`: what quantizing or sparsifying a model, or quantizing its KV cache, changed."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ EXAMPLES = """
 python -m minillm quality --quantize int8
 python -m minillm quality --quantize gptq-int4-g128 --tokens 4096
 python -m minillm quality --quantize mxfp4 --json
+python -m minillm quality --sparsify wanda-2:4
 python -m minillm quality --kv-cache-dtype int4 --needle --needle-tokens 1024 2048 4096
 """
 
@@ -22,10 +23,10 @@ def add_parser(commands) -> None:
         commands,
         "quality",
         run,
-        "what quantizing changes: perplexity, KL, agreement, bytes",
+        "what quantizing or sparsifying changes: perplexity, KL, agreement, bytes",
         EXAMPLES,
-        description="Quantize the model's weights, its KV cache, or both, and compare it with itself in float32 on "
-        "held-out text: Python's own documentation, of which the first half is for calibration and the second for "
+        description="Quantize or sparsify the model's weights, quantize its KV cache, and compare it with itself in "
+        "float32 on held-out text: Python's own documentation, of which the first half is for calibration and the second for "
         "this. The default model comes from a 4-bit file, which most models do not: quantizing it to 4 bits again is "
         "not the general case. --needle hides a pass key in a long text and asks for it.",
     )
@@ -54,30 +55,29 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _measure(args: argparse.Namespace) -> dict[str, Any]:
-    if args.quantize is None and args.kv_cache_dtype == "auto":
-        raise RequestError("nothing is quantized; give --quantize SCHEME, --kv-cache-dtype NAME, or both")
+    if args.quantize is None and args.sparsify is None and args.kv_cache_dtype == "auto":
+        raise RequestError(
+            "nothing is quantized; give --quantize SCHEME, --sparsify METHOD-PATTERN, --kv-cache-dtype NAME, or several"
+        )
     device = common.prepare(args)
     from .. import checkpoint
     from ..analysis import quality
     from ..analysis.kv_size import cache_format, kv_bytes_per_token
-    from ..quantization.loading import load_quantized
 
     reference, tokenizer = checkpoint.load(args.model, "float32", device)
-    model, report = reference, None
-    if args.quantize is not None:
-        model, tokenizer, report = load_quantized(args.model, args.quantize, device)
+    model, size = _changed(args, device, reference)
     make_cache = common.cache_maker(model, args.kv_cache_dtype)
     ids = quality.evaluation_ids(tokenizer, args.tokens)
     found = quality.compare_models(model, reference, ids, make_cache=make_cache)
     stored = "float32" if args.kv_cache_dtype == "auto" else args.kv_cache_dtype
     return {
-        "scheme": args.quantize,
+        "scheme": ", ".join(name for name in (args.sparsify, args.quantize) if name) or None,
         "kv_cache_dtype": args.kv_cache_dtype,
         "perplexity": found.perplexity,
         "reference_perplexity": found.reference_perplexity,
         "kl": found.kl,
         "top1_agreement": found.top1_agreement,
-        **_sizes(model, report),
+        **size,
         "kv_bytes_per_token": kv_bytes_per_token(model.config, cache_format(model.config, stored), reserved=True),
         "kv_bytes_per_token_float32": kv_bytes_per_token(model.config, "float32", reserved=True),
         "needle": _needles(args, model, reference, tokenizer, make_cache) if args.needle else None,
@@ -87,6 +87,23 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
         "layout": model.layout,
         "model": args.model or "SmolLM2-135M-Instruct",
     }
+
+
+def _changed(args: argparse.Namespace, device: str, reference):
+    """(model, what is to be said about the size of its weights)."""
+    if args.sparsify is None and args.quantize is None:
+        return reference, _sizes(reference, None)
+    if args.sparsify is None:
+        from ..quantization.loading import load_quantized
+
+        model, _, report = load_quantized(args.model, args.quantize, device)
+        return model, _sizes(model, report)
+    from ..sparsity.loading import load_sparse
+
+    model, _, sparse, report = load_sparse(args.model, args.sparsify, device, args.quantize)
+    zeros = {"sparsity": sparse.fraction, "packed_bytes": sparse.packed_bytes}
+    held = {"weight_bytes": sparse.stored_bytes, "float32_bytes": sparse.float32_bytes, "bits_per_weight": 32.0}
+    return model, (held | {"groups": {}} if report is None else _sizes(model, report)) | zeros
 
 
 def _sizes(model, report) -> dict[str, Any]:
@@ -115,7 +132,7 @@ def _print(v: dict[str, Any]) -> None:
     print(f"{v['model']}, {what}, against itself in float32 on {v['tokens']} tokens of {v['text']}\n")
     rows = [
         ("perplexity", f"{v['perplexity']:.3f}", f"float32: {v['reference_perplexity']:.3f}"),
-        ("KL divergence", f"{v['kl']:.2e}", "nats a token, float32 against quantized"),
+        ("KL divergence", f"{v['kl']:.2e}", "nats a token, float32 against this"),
         ("same first choice", f"{v['top1_agreement']:.1%}", "of tokens"),
     ]
     if v["needle"] is not None:
@@ -124,9 +141,15 @@ def _print(v: dict[str, Any]) -> None:
     float32 = f"float32: {common.size_text(v['float32_bytes'])}"
     rows = [("weight matrices", common.size_text(v["weight_bytes"]), float32)] if v["scheme"] else []
     if v["scheme"]:
-        groups = ", ".join(f"{n} in groups of {size}" for size, n in v["groups"].items())
         rows.append(("bits a weight", f"{v['bits_per_weight']:.2f}", "scales and zero points included"))
+    if v["groups"]:
+        groups = ", ".join(f"{n} in groups of {size}" for size, n in v["groups"].items())
         rows.append(("matrices", str(sum(v["groups"].values())), groups))
+    if "sparsity" in v:
+        rows.append(("weights that are zero", f"{v['sparsity']:.1%}", "left in place: size and speed are as before"))
+    if v.get("packed_bytes") is not None:
+        packed = common.size_text(v["packed_bytes"])
+        rows.append(("packed as 2:4", packed, "in 16 bits, for a GPU with sparse tensor cores"))
     float32 = f"float32: {common.size_text(v['kv_bytes_per_token_float32'])}"
     rows.append(("KV cache, a token", common.size_text(v["kv_bytes_per_token"]), float32))
     common.print_rows("Size", rows)

@@ -55,7 +55,10 @@ def held_bytes(model: Transformer) -> int:
     and a matrix may be kept in two layouts."""
     from ..packing import PackedLinear
     from ..quantization import QuantizedLinear
+    from ..sparsity import SparseLinear
 
     packed = [layer for layer in model.linears() if isinstance(layer, PackedLinear | QuantizedLinear)]
     layouts = {id(layout): layout for layer in packed for layout in (layer.few, layer.many)}
-    return sum(p.nbytes for p in model.parameters()) + sum(layout.weight_bytes for layout in layouts.values())
+    indices = sum(layer.indices.nbytes for layer in model.linears() if isinstance(layer, SparseLinear))
+    parameters = sum(p.nbytes for p in model.parameters())
+    return parameters + indices + sum(layout.weight_bytes for layout in layouts.values())

@@ -91,6 +91,7 @@ def quantize_(
         raise QuantizationError(f"scheme {scheme.name!r} looks at activations; give calibration tokens")
     if any(isinstance(layer, QuantizedLinear) for layer in model.modules()):
         raise QuantizationError("the model is quantized already; load it again to quantize it otherwise")
+    _check_zeros(model, scheme)
     wanted = {name: head_scheme if name == HEAD else scheme for *_, name, _ in linear_layers(model)}
     chosen = {
         name: scheme_for(wanted[name], layer.weight, name, shrink_groups)
@@ -108,8 +109,22 @@ def quantize_(
         if name in chosen:
             method = plain if name != HEAD else quantize_weight
             job.replace(parent, attribute, name, method(layer.weight, chosen[name]))
-    model.layout = scheme.name
+    sparse = getattr(model, "sparsity", None)
+    model.layout = scheme.name if sparse is None else f"{scheme.name}, {sparse.name}"
     return job.report
+
+
+def _check_zeros(model: Transformer, scheme: Scheme) -> None:
+    """A sparse model stays one: what a scheme would fill is refused, and so are matrices packed as 2:4."""
+    from ..sparsity.packed import SparseLinear  # above this file in reading order, and needed for a message alone
+
+    if any(isinstance(layer, SparseLinear) for layer in model.modules()):
+        raise QuantizationError("the model is packed 2:4, in 16 bits or more; quantize before packing, or not at all")
+    if getattr(model, "sparsity", None) is not None and not scheme.keeps_zeros:
+        raise QuantizationError(
+            f"scheme {scheme.name} would fill the zeros of {model.sparsity.name}; use one that keeps them, such as "
+            "int8, int4-g128, awq-int4-g32, fp8, mxfp4"
+        )
 
 
 # method -> (what it does to a block before rounding, how it rounds one matrix)

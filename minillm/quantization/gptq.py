@@ -9,6 +9,8 @@ Source: Frantar et al. 2022 (arXiv 2210.17323), algorithm 1; static groups under
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -16,7 +18,7 @@ from ..errors import QuantizationError
 from .scheme import Scheme
 from .weight import QuantizedWeight, check_weight, integer_codes, integer_scales, pack_integers
 
-BLOCK = 128  # columns whose updates stay local before the rest of the matrix sees them
+BLOCK = 32  # columns whose updates stay local before the rest of the matrix sees them
 DAMPING = 0.01  # of the mean diagonal
 _MOST_DAMPING = 10.0
 
@@ -59,6 +61,26 @@ def inverse_factor(H: Tensor, damping: float) -> Tensor:
     raise QuantizationError("the inputs' second moments cannot be factorised; calibrate on more, or other, text")
 
 
+def settle_columns(work: Tensor, upper: Tensor, settle: Callable[[int], Tensor]) -> Tensor:
+    """Fixes the columns of `work` (N, K) from left to right; each one's error moves all that are still free.
+
+    settle(j) says what column j becomes (N,), from `work` as it is by then: optimal, given the columns before it.
+    `work` is used up. upper: of `inverse_factor`. Returns the settled matrix, in the type of `work`.
+    """
+    N, K = work.shape
+    settled = torch.empty_like(work)
+    for first in range(0, K, BLOCK):
+        last = min(first + BLOCK, K)
+        errors = work.new_empty(N, last - first)
+        for j in range(first, last):
+            settled[:, j] = settle(j)
+            error = (work[:, j] - settled[:, j]) / upper[j, j]
+            work[:, j + 1 : last] -= error[:, None] * upper[j, j + 1 : last]
+            errors[:, j - first] = error
+        work[:, last:] -= errors @ upper[first:last, last:]
+    return settled
+
+
 def _round_columns(
     work: Tensor, upper: Tensor, order: Tensor, scale: Tensor, zero: Tensor | None, scheme: Scheme, regroup: bool
 ) -> Tensor:
@@ -67,22 +89,19 @@ def _round_columns(
     N, K = work.shape
     size = scheme.group or K
     codes = torch.empty(N, K)
-    for first in range(0, K, BLOCK):
-        last = min(first + BLOCK, K)
-        errors = torch.empty(N, last - first, dtype=work.dtype)
-        for j in range(first, last):
-            group = int(order[j]) // size
-            if regroup and j % size == 0:
-                fresh, fresh_zero = integer_scales(work[:, j : j + size].to(torch.float32), scheme)
-                scale[:, group] = fresh[:, 0]
-                if zero is not None:
-                    zero[:, group] = fresh_zero[:, 0]
-            column = slice(group, group + 1)
-            offset = None if zero is None else zero[:, column]
-            codes[:, j] = integer_codes(work[:, j : j + 1].to(torch.float32), scale[:, column], offset, scheme)[:, 0]
-            value = codes[:, j] - (0 if zero is None else zero[:, group].to(torch.float32))
-            error = (work[:, j] - value * scale[:, group].to(torch.float64)) / upper[j, j]
-            work[:, j + 1 : last] -= error[:, None] * upper[j, j + 1 : last]
-            errors[:, j - first] = error
-        work[:, last:] -= errors @ upper[first:last, last:]
+
+    def settle(j: int) -> Tensor:
+        group = int(order[j]) // size
+        if regroup and j % size == 0:
+            fresh, fresh_zero = integer_scales(work[:, j : j + size].to(torch.float32), scheme)
+            scale[:, group] = fresh[:, 0]
+            if zero is not None:
+                zero[:, group] = fresh_zero[:, 0]
+        column = slice(group, group + 1)
+        offset = None if zero is None else zero[:, column]
+        codes[:, j] = integer_codes(work[:, j : j + 1].to(torch.float32), scale[:, column], offset, scheme)[:, 0]
+        value = codes[:, j] - (0 if zero is None else zero[:, group].to(torch.float32))
+        return value * scale[:, group].to(torch.float64)
+
+    settle_columns(work, upper, settle)
     return codes

@@ -57,6 +57,11 @@ class Scheme:
         """Whether it looks at activations, and so at some text, before it rounds."""
         return self.method in ("gptq", "awq", "smoothquant")
 
+    @property
+    def keeps_zeros(self) -> bool:
+        """Whether a weight that is zero stays zero: a method that moves errors or numbers between weights fills it."""
+        return self.method not in ("gptq", "hqq") and not self.rotate
+
     def with_group(self, group: int | None) -> Scheme:
         return replace(self, group=group)
 
