@@ -1,0 +1,235 @@
+"""Chapter 15, sparsity: a packed row, Wanda's mask, a column removed, bytes of four formats.
+
+The right answers come from one long string of bits, from rows sorted in plain Python, from least squares on the inputs
+themselves, and from formats written out piece by piece.
+"""
+
+from __future__ import annotations
+
+import random
+
+import torch
+
+from exercises import Exercise, Judge, Mistake
+
+from .chapter_15_bytes import BYTES
+from .chapter_15_obs import OBS
+
+# --- pack_row
+
+
+def written(row: list[float]) -> tuple[list[float], list[int]]:
+    """The packed form as one long string of bits, cut into bytes."""
+    values, bits = [], ""
+    for start in range(0, len(row), 4):
+        group = row[start : start + 4]
+        taken = [place for place in range(4) if group[place] != 0]
+        for place in range(4):
+            if len(taken) < 2 and place not in taken:
+                taken.append(place)
+        left, right = min(taken), max(taken)
+        values += [group[left], group[right]]
+        bits = f"{right:02b}{left:02b}" + bits  # later groups stand higher
+    bits = "0" * (-len(bits) % 8) + bits
+    return values, [int(bits[end - 8 : end], 2) for end in range(len(bits), 0, -8)]
+
+
+def packed(pack_row, row: list[float], judge: Judge, hint: str) -> None:
+    got = pack_row(row)
+    judge.type(got, (tuple, list))
+    judge.equal(len(got), 2, "Two lists are wanted, (values, indices).")
+    want = written(row)
+    for name, mine, right in zip(("values", "indices"), got, want, strict=True):
+        judge.equal([*mine], right, f"({name}) for pack_row({row}). Likely mistake: {hint}")
+
+
+def one_pair(pack_row, judge: Judge) -> None:
+    packed(
+        pack_row, [0.0, 5.0, 0.0, 6.0], judge, "the left number's place stands in the low two bits, the right one above"
+    )
+
+
+def two_groups_a_byte(pack_row, judge: Judge) -> None:
+    hint = "the left group belongs into the low four bits of its byte."
+    packed(pack_row, [5.0, 6.0, 0.0, 0.0, 0.0, 0.0, 7.0, -8.0], judge, hint)
+    packed(pack_row, [5.0, 0.0, 6.0, 0.0, 0.0, 7.0, 8.0, 0.0] * 2, judge, hint)
+
+
+def half_a_byte_left(pack_row, judge: Judge) -> None:
+    hint = "an odd number of groups leaves the upper half of the last byte at 0; the byte is still there."
+    packed(pack_row, [1.0, 2.0, 0.0, 0.0, 0.0, 3.0, 4.0, 0.0, 0.0, 5.0, 0.0, 6.0], judge, hint)
+
+
+def fewer_than_two(pack_row, judge: Judge) -> None:
+    hint = "a group with one number or none is filled up with zeros from its left, and its places stay in order."
+    for group in ([0.0, 0.0, 0.0, 9.0], [9.0, 0.0, 0.0, 0.0], [0.0, 9.0, 0.0, 0.0], [0.0] * 4):
+        packed(pack_row, group, judge, hint)
+
+
+def any_row(pack_row, judge: Judge) -> None:
+    rng = random.Random(15)
+    for _ in range(30):
+        row = []
+        for _ in range(rng.randint(1, 7)):
+            group = [0.0] * 4
+            for place in rng.sample(range(4), rng.choice((0, 1, 2, 2, 2))):
+                group[place] = rng.choice((-1, 1)) * rng.randint(1, 9) / 2
+            row += group
+        packed(pack_row, row, judge, "see the checks before; here they come together.")
+
+
+PACK = Exercise(
+    name="pack_row",
+    title="Pack a row as 2:4",
+    chapter="15",
+    difficulty=2,
+    minutes=25,
+    checks=[one_pair, two_groups_a_byte, half_a_byte_left, fewer_than_two, any_row],
+    mistakes=[
+        Mistake("places exchanged", "one_pair", edit=("left | right << 2", "right | left << 2")),
+        Mistake("three bits apart", "one_pair", edit=("left | right << 2", "left | right << 3")),
+        Mistake(
+            "places among all columns",
+            "two_groups_a_byte",
+            edit=(
+                "left, right = sorted(places[:2])",
+                "left, right = sorted(places[:2])\n        left, right = left + start, right + start",
+            ),
+        ),
+        Mistake(
+            "groups exchanged",
+            "two_groups_a_byte",
+            edit=("halves[i] | halves[i + 1] << 4", "halves[i] << 4 | halves[i + 1]"),
+        ),
+        Mistake(
+            "a byte a group",
+            "two_groups_a_byte",
+            edit=(
+                "for i in range(0, len(halves), 2)]",
+                "for i in range(0, len(halves), 2)] if len(halves) == 1 else halves",
+            ),
+        ),
+        Mistake(
+            "last group lost",
+            "half_a_byte_left",
+            edit=(
+                "if len(halves) % 2:\n        halves.append(0)",
+                "if len(halves) > 1:\n        halves = halves[: len(halves) // 2 * 2]\n    else:\n        halves.append(0)",
+            ),
+        ),
+        Mistake(
+            "filled up from the right",
+            "fewer_than_two",
+            edit=("[p for p in range(4) if group[p] == 0]", "[p for p in (3, 2, 1, 0) if group[p] == 0]"),
+        ),
+        Mistake(
+            "places unsorted", "fewer_than_two", edit=("left, right = sorted(places[:2])", "left, right = places[:2]")
+        ),
+    ],
+    forbids=("minillm.sparsity",),
+)
+
+
+# --- wanda_mask
+
+
+def kept(weight: torch.Tensor, x: torch.Tensor, count: int) -> torch.Tensor:
+    """Row by row in plain Python; exact fractions of the score's square, so that no rounding decides."""
+    norms = [sum(v * v for v in column) for column in x.t().double().tolist()]
+    mask = torch.ones(weight.shape, dtype=torch.bool)
+    for i, row in enumerate(weight.double().tolist()):
+        order = sorted(range(len(row)), key=lambda j: row[j] * row[j] * norms[j])
+        mask[i, order[:count]] = False
+    return mask
+
+
+def masked(wanda_mask, weight: torch.Tensor, x: torch.Tensor, sparsity: float, judge: Judge, hint: str) -> None:
+    got = wanda_mask(weight, x, sparsity)
+    judge.type(got, torch.Tensor)
+    judge.true(got.dtype == torch.bool, f"a mask is of type bool, and this one of {got.dtype}.")
+    count = int(sparsity * weight.shape[1])
+    judge.equal(got.tolist(), kept(weight, x, count).tolist(), f"at sparsity {sparsity}. Likely mistake: {hint}")
+
+
+def drawn(rows: int, columns: int, tokens: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    loud = torch.rand(columns, generator=generator).pow(2) * 10 + 0.1
+    return torch.randn(rows, columns, generator=generator), torch.randn(tokens, columns, generator=generator) * loud
+
+
+def quiet_inputs_alike(wanda_mask, judge: Judge) -> None:
+    """All inputs equally loud, one row: plain magnitude."""
+    weight, x = torch.tensor([[3.0, -1.0, -4.0, 2.0]]), torch.eye(4)
+    masked(
+        wanda_mask, weight, x, 0.5, judge, "True marks what stays; the sign of a weight says nothing about its size."
+    )
+
+
+def loud_inputs_count(wanda_mask, judge: Judge) -> None:
+    weight = torch.tensor([[3.0, 1.0, 4.0, 2.0]])
+    x = torch.tensor([[1.0, 9.0, 1.0, 0.5], [1.0, -9.0, 0.0, 0.5]])
+    masked(wanda_mask, weight, x, 0.5, judge, "the norm is over tokens, one for each column of x, whatever the signs.")
+
+
+def the_length_not_the_sum(wanda_mask, judge: Judge) -> None:
+    """Many small inputs against one large: sums, means and maxima say otherwise than lengths."""
+    x = torch.tensor([[1.0, 3.0], [1.0, 0.0], [1.0, 0.0], [1.0, 0.0]])
+    masked(wanda_mask, torch.tensor([[1.0, 1.0]]), x, 0.5, judge, "||x|| is the root of the sum of squares.")
+    x = torch.tensor([[1.0, 1.5], [1.0, 0.0], [1.0, 0.0], [1.0, 0.0]])
+    masked(wanda_mask, torch.tensor([[1.0, 1.0]]), x, 0.5, judge, "||x|| is the root of the sum of squares.")
+    x = torch.tensor([[2.0, 1.0], [0.0, 0.0]])
+    masked(wanda_mask, torch.tensor([[1.0, 1.9]]), x, 0.5, judge, "the norm is not squared, and the weight neither.")
+    masked(wanda_mask, torch.tensor([[1.0, 2.1]]), x, 0.5, judge, "the norm is not squared, and the weight neither.")
+
+
+def each_row_alone(wanda_mask, judge: Judge) -> None:
+    weight, x = drawn(5, 8, 6, 1)
+    weight[2] *= 100
+    masked(wanda_mask, weight, x, 0.5, judge, "rows are compared with themselves alone: each loses the same number.")
+
+
+def any_share(wanda_mask, judge: Judge) -> None:
+    for seed, sparsity in enumerate((0.0, 0.3, 0.5, 0.77, 1.0)):
+        weight, x = drawn(4, 11, 9, seed)
+        masked(wanda_mask, weight, x, sparsity, judge, "int(sparsity · columns) of each row go, none of them twice.")
+
+
+WANDA = Exercise(
+    name="wanda_mask",
+    title="Wanda's mask",
+    chapter="15",
+    difficulty=2,
+    minutes=15,
+    checks=[quiet_inputs_alike, loud_inputs_count, the_length_not_the_sum, each_row_alone, any_share],
+    mistakes=[
+        Mistake("signs kept", "quiet_inputs_alike", edit=("weight.abs()", "weight")),
+        Mistake(
+            "the mask of what goes",
+            "quiet_inputs_alike",
+            edit=("scatter_(1, lost, False)", "scatter_(1, lost, False).logical_not()"),
+        ),
+        Mistake("the largest go", "quiet_inputs_alike", edit=("argsort(dim=1)", "argsort(dim=1, descending=True)")),
+        Mistake(
+            "inputs not looked at", "loud_inputs_count", edit=("weight.abs() * x.norm(dim=0)", "weight.abs() * 1.0")
+        ),
+        Mistake("inputs summed", "loud_inputs_count", edit=("x.norm(dim=0)", "x.sum(dim=0)")),
+        Mistake("mean magnitude", "the_length_not_the_sum", edit=("x.norm(dim=0)", "x.abs().mean(dim=0)")),
+        Mistake("largest magnitude", "the_length_not_the_sum", edit=("x.norm(dim=0)", "x.abs().amax(dim=0)")),
+        Mistake("norm squared", "the_length_not_the_sum", edit=("x.norm(dim=0)", "x.norm(dim=0) ** 2")),
+        Mistake(
+            "one order for the whole matrix",
+            "each_row_alone",
+            source="""
+def wanda_mask(weight, x, sparsity):
+    scores = weight.abs() * x.norm(dim=0)
+    lost = scores.flatten().argsort()[: int(sparsity * weight.shape[1]) * weight.shape[0]]
+    return torch.ones(weight.numel(), dtype=torch.bool).scatter_(0, lost, False).view(weight.shape)
+""",
+        ),
+        Mistake("always half", "any_share", edit=("int(sparsity * weight.shape[1])", "weight.shape[1] // 2")),
+    ],
+    forbids=("minillm.sparsity",),
+)
+
+
+EXERCISES = [PACK, WANDA, OBS, BYTES]
