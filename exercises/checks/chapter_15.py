@@ -97,25 +97,20 @@ PACK = Exercise(
             ),
         ),
         Mistake(
-            "groups exchanged",
-            "two_groups_a_byte",
-            edit=("halves[i] | halves[i + 1] << 4", "halves[i] << 4 | halves[i + 1]"),
+            "groups exchanged", "one_pair", edit=("halves[i] | halves[i + 1] << 4", "halves[i] << 4 | halves[i + 1]")
         ),
         Mistake(
             "a byte a group",
             "two_groups_a_byte",
             edit=(
-                "for i in range(0, len(halves), 2)]",
-                "for i in range(0, len(halves), 2)] if len(halves) == 1 else halves",
+                "halves[i] | halves[i + 1] << 4 for i in range(0, len(halves), 2)",
+                "halves[i] for i in range(len(halves) if len(halves) > 2 or halves[-1] else 1)",
             ),
         ),
         Mistake(
             "last group lost",
             "half_a_byte_left",
-            edit=(
-                "if len(halves) % 2:\n        halves.append(0)",
-                "if len(halves) > 1:\n        halves = halves[: len(halves) // 2 * 2]\n    else:\n        halves.append(0)",
-            ),
+            edit=("        halves.append(0)", "        halves = halves[:-1] or [*halves, 0]"),
         ),
         Mistake(
             "filled up from the right",
@@ -166,7 +161,7 @@ def quiet_inputs_alike(wanda_mask, judge: Judge) -> None:
 
 
 def loud_inputs_count(wanda_mask, judge: Judge) -> None:
-    weight = torch.tensor([[3.0, 1.0, 4.0, 2.0]])
+    weight = torch.tensor([[5.0, 1.0, 4.0, 2.0]])
     x = torch.tensor([[1.0, 9.0, 1.0, 0.5], [1.0, -9.0, 0.0, 0.5]])
     masked(wanda_mask, weight, x, 0.5, judge, "the norm is over tokens, one for each column of x, whatever the signs.")
 

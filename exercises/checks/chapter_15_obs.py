@@ -82,13 +82,9 @@ OBS = Exercise(
     minutes=25,
     checks=[independent_inputs, one_row, many_rows, any_column, nothing_left_over, the_loss],
     mistakes=[
-        Mistake("with a plus", "independent_inputs", edit=("weight - step", "weight + step")),
-        Mistake(
-            "the column stays",
-            "independent_inputs",
-            edit=("torch.outer(weight[:, j] / inverse[j, j], inverse[j])", "0 * weight"),
-        ),
-        Mistake("not divided", "independent_inputs", edit=("weight[:, j] / inverse[j, j]", "weight[:, j]")),
+        Mistake("with a plus", "one_row", edit=("weight - step", "weight + step")),
+        Mistake("the column stays", "independent_inputs", edit=("new[:, j] = 0", "new[:, j] = weight[:, j]")),
+        Mistake("not divided", "one_row", edit=("(weight[:, j] / inverse[j, j], ", "(weight[:, j], ")),
         Mistake("others left alone", "one_row", edit=("new = weight - step", "new = weight.clone()")),
         Mistake("H in place of its inverse", "one_row", edit=("torch.linalg.inv(H)", "H")),
         Mistake(
@@ -102,9 +98,7 @@ OBS = Exercise(
             edit=("new = weight - step", "new = weight.clone()\n    new[:, j:] -= step[:, j:]"),
         ),
         Mistake(
-            "always the first",
-            "any_column",
-            edit=("inverse = torch.linalg.inv(H)", "inverse, j = torch.linalg.inv(H), 0"),
+            "always the first", "independent_inputs", edit=("torch.linalg.inv(H)", "torch.linalg.inv(H)\n    j = 0")
         ),
         Mistake("nearly zero", "nothing_left_over", edit=("new[:, j] = 0", "new[:, j] += 1e-13")),
         Mistake("loss by magnitude", "the_loss", edit=("weight[:, j] ** 2 / inverse[j, j]", "weight[:, j] ** 2")),
