@@ -25,10 +25,10 @@ def add_parser(commands) -> None:
         run,
         "what quantizing or sparsifying changes: perplexity, KL, agreement, bytes",
         EXAMPLES,
-        description="Quantize or sparsify the model's weights, quantize its KV cache, and compare it with itself in "
-        "float32 on held-out text: Python's own documentation, of which the first half is for calibration and the second for "
-        "this. The default model comes from a 4-bit file, which most models do not: quantizing it to 4 bits again is "
-        "not the general case. --needle hides a pass key in a long text and asks for it.",
+        description="Quantize or sparsify the weights, quantize the KV cache, and compare the model with itself in "
+        "float32 on held-out text: Python's own documentation, of which the first half is for calibration and the "
+        "second for this. The default model comes from a 4-bit file, which most models do not: quantizing it to 4 bits "
+        "again is not the general case. --needle hides a pass key in a long text and asks for it.",
     )
     parser.add_argument("--tokens", type=int, default=2048, metavar="N", help="to evaluate on (default: 2048)")
     parser.add_argument("--needle", action="store_true", help="also ask for a pass key from a long text")
