@@ -24,7 +24,7 @@ from minillm.train_draft.batches import batches, collate, order, split
 from minillm.train_draft.export import write_weights
 from minillm.train_draft.loss import head_loss, vocabulary_part
 from minillm.train_draft.projection import project_embedding
-from minillm.train_draft.recipe import Recipe, SamplingRecipe, fingerprint
+from minillm.train_draft.recipe import MINUTES, Recipe, SamplingRecipe, fingerprint
 from minillm.train_draft.sampling_stage import Sampler, sample_texts
 from minillm.train_draft.student import exported, fresh_tensors, hidden_states, trainable
 from minillm.train_draft.training_stage import train
@@ -310,7 +310,7 @@ def test_a_state_of_another_run_or_half_a_file_is_refused(target, examples, tmp_
 
 
 def test_scaling_keeps_the_rest():
-    half = Recipe().scaled(27.5)
+    half = Recipe().scaled(MINUTES / 2)
     assert (half.steps, half.tokens) == (Recipe().steps // 2, Recipe().tokens // 2)
     assert fingerprint(half.sampling) == fingerprint(Recipe().sampling)
     assert fingerprint(half) != fingerprint(Recipe())

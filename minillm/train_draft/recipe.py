@@ -12,7 +12,7 @@ from typing import Any
 from ..config import ModelConfig
 from ..errors import RequestError, short
 
-MINUTES = 55.0  # that the recipe as it stands takes on two cores; see the model card
+MINUTES = 10.0  # that the recipe as it stands takes on two quiet cores; `scaled` reckons from here
 
 
 @dataclass(frozen=True)
@@ -42,13 +42,13 @@ class Recipe:
     """
 
     sampling: SamplingRecipe = SamplingRecipe()
-    tokens: int = 1_000_000
+    tokens: int = 118_653
     hidden_size: int = 160
     intermediate_size: int = 640
     layers: int = 3
     heads: int = 5
     sliding_window: int = 256
-    steps: int = 1500
+    steps: int = 300
     batch_tokens: int = 4096
     others: int = 4096
     learning_rate: float = 3e-3
