@@ -44,6 +44,10 @@ class Report:
     seconds: float
     store: PieceStore
 
+    @property
+    def pieces(self) -> int:
+        return self.made + self.found
+
     def sources(self) -> dict[str, str]:
         """Piece -> the C++ that the compiler wrote for it: where to see what was fused."""
         return self.store.sources()

@@ -150,9 +150,12 @@ def _check_private(folder: Path) -> None:
 
 
 def _key(name: str, kind: str, about: dict, code: list) -> str:
-    source = [inspect.getsource(part) for part in code] + [inspect.getsource(layers.apply_rotary)]
+    source = [_source(part) for part in (*code, layers.apply_rotary)]
     whole = [name, kind, about, source, _machine()]
     return hashlib.sha256(json.dumps(whole, sort_keys=True, default=str).encode()).hexdigest()
+
+
+_source = cache(inspect.getsource)  # asked for every layer
 
 
 @cache
