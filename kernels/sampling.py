@@ -181,7 +181,7 @@ def cuts(row_ptr, v, peak, factor, lowest, k, p, PIVOTS: tl.constexpr, BLOCK: tl
             row_ptr, v, peak, factor, low, high, n, mass, 0, goal, PIVOTS, BLOCK
         )  # fmt: skip
         weight = tl.exp2((value_of(edge) - peak) * factor)
-        needed = tl.ceil((goal - mass_above) / tl.maximum(weight, 1e-38))
+        needed = tl.ceil((goal - mass_above) / tl.maximum(weight, 2e-38))
         ties = n - above
         most = tl.where(edge == low, tl.minimum(ties, kept_ties), ties).to(tl.float32)
         kept_ties = tl.minimum(tl.maximum(needed, 1.0), most).to(tl.int32)
