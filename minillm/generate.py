@@ -205,11 +205,12 @@ def generate(
 
 
 def generate_n(
-    model: Transformer, tokenizer: Tokenizer, prompt, params: SamplingParams, speculative=None
+    model: Transformer, tokenizer: Tokenizer, prompt, params: SamplingParams, speculative=None, new_cache=lambda: None
 ) -> list[Completion]:
-    """The params.n answers of one request, one after another, each from its own stream of the one seed."""
+    """The params.n answers of one request, one after another, each from its own stream of the one seed, and each from a
+    cache of its own: `new_cache()`, by default generate's."""
     params = params.seeded()
     return [
-        generate(model, tokenizer, prompt, replace(params, n=1), sequence=i, speculative=speculative)
+        generate(model, tokenizer, prompt, replace(params, n=1), new_cache(), sequence=i, speculative=speculative)
         for i in range(params.n)
     ]

@@ -59,11 +59,7 @@ def run(args: argparse.Namespace) -> int:
             common.show(chunk.text for chunk in chunks)
             print()
         return 0
-    one = replace(params, n=1)
-    done = [
-        generate.generate(model, tokenizer, prompt, one, new_cache(), sequence=i, speculative=speculator)
-        for i in range(params.n)
-    ]
+    done = generate.generate_n(model, tokenizer, prompt, params, speculator, new_cache)
     answers = [common.completion_values(c) for c in done]
     values = {**answers[0], "seed": params.seed, "layout": model.layout, "device": str(model.device)}
     values["kv_cache_dtype"] = args.kv_cache_dtype
