@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..analysis.speculation import speculative_speedup as speed_up
 from ..errors import RequestError
 from ..kv_cache import ContiguousCache, NoCache
 from ..transformer import Transformer
@@ -91,11 +92,6 @@ def _steps(same: Sequence[bool], count: int) -> list[int]:
         found.append(min(run + 1, len(same) - at))  # no token follows the end
         at += run + 1
     return found
-
-
-def speed_up(alpha: float, gamma: int, cost: float) -> float:
-    """Expected, by the formula above; alpha below 1."""
-    return (1 - alpha ** (gamma + 1)) / ((1 - alpha) * (gamma * cost + 1))
 
 
 def best_speed_up(alpha: float, cost: float) -> tuple[int, float]:
