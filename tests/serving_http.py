@@ -45,6 +45,7 @@ def serving(pair, settings=None, **options):
     with serve_in_thread(engine, model_name=MODEL, **(settings or {})) as server:
         yield server
         wait_idle(server)
+    assert not server.server.open_connections, "a socket outlives its server"
     assert not engine.has_unfinished_requests()
     engine.scheduler.check()
 

@@ -107,6 +107,17 @@ class Server:
             await running
         finally:
             self.state.close()
+            await self._hang_up()
+
+    async def _hang_up(self) -> None:
+        """uvicorn leaves a connection whose client has not read its answer open, and the loop would end under it."""
+        for connection in list(self._uvicorn.server_state.connections):
+            connection.transport.abort()
+        await asyncio.sleep(0)  # the turn in which the sockets close
+
+    @property
+    def open_connections(self) -> int:
+        return len(self._uvicorn.server_state.connections)
 
     def begin_drain(self, timeout_s: float) -> None:
         if self._drain is None:
