@@ -271,9 +271,12 @@ class Engine:
         """(requests with their tokens, requests with the error that they met): of those with drafts, what was verified,
         and one token of each of the others."""
         drafted = {part.request: len(part.drafts) for part in output.scheduled if part.drafts}
+        plain = [pair for pair in sampling if pair[1] not in drafted]
+        if self.speculation is not None:
+            self.speculation.note_plain(request for _, request in plain)
+        drawn, failed = self._sample(logits, plain)
         if not drafted:
-            return self._sample(logits, sampling)
-        drawn, failed = self._sample(logits, [pair for pair in sampling if pair[1] not in drafted])
+            return drawn, failed
         kept = {}
         for row, request in sampling:
             if count := drafted.get(request):

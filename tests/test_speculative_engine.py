@@ -154,10 +154,21 @@ def test_drafts_cut_the_steps(qwen3):
     assert steps == 1 + -(-29 // 5)
     stats = engine.speculation.stats
     assert stats.accepted == 29 - stats.steps
+    assert stats.plain_steps == 1, "the first token comes with the prompt"
     assert stats.acceptance == 1
     verified = engine.events.of("verified")
     assert sum(sum(e.data["kept"]) for e in verified) == stats.accepted
     assert sum(len(e.data["tokens"]) for e in engine.events.of("sampled")) == 30
+
+
+def test_every_token_is_counted_once(qwen3):
+    """Accepted, the one beside them, or drawn without drafts."""
+    engine = speculate(make_engine(qwen3, num_blocks=64), Oracle(qwen3, 3), 4)
+    jobs = [(prompt, replace(params, n=1, stop=(), min_tokens=0, ignore_eos=True)) for prompt, params in JOBS]
+    done = serve(engine, jobs)
+    stats = engine.speculation.stats
+    assert stats.accepted + stats.steps + stats.plain_steps == sum(len(d.outputs[0].token_ids) for d in done.values())
+    assert stats.steps > 0 < stats.plain_steps
 
 
 def test_only_accepted_blocks_are_published(qwen3):

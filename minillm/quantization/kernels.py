@@ -73,7 +73,11 @@ class Int4Grouped:
 
 
 class _Int8Codes:
-    """oneDNN's int8 x int8 multiply, W packed once; what x becomes is the subclass's. y is float32 times W's scales."""
+    """oneDNN's 8-bit multiply, W packed once; what x becomes is the subclass's. y is float32 times W's scales.
+
+    x's codes are unsigned, 128 standing for 0, and oneDNN takes the 128 off in its int32 sums. It takes signed ones
+    too, but only a CPU with AMX multiplies those; elsewhere its reference code does, four hundred times slower.
+    """
 
     input_dtype = torch.float32
 
@@ -84,10 +88,11 @@ class _Int8Codes:
         self.weight_bytes = weight.packed.nbytes + self.scale.nbytes
 
     def multiply(self, codes: Tensor) -> Tensor:
-        """codes (rows, K) int8 -> (rows, N) float32: sums in int32, exact, times W's scales."""
+        """codes (rows, K) uint8, 128 for 0 -> (rows, N) float32: sums in int32, exact, times W's scales."""
         if codes.shape[0] > _ROWS:  # oneDNN's blocking for more rows than that is several times slower a row
             return torch.cat([self.multiply(part) for part in codes.split(_ROWS)])
-        return _QLINEAR(codes, 1.0, 0, self.packed, self.scale, self.zeros, None, 1.0, 0, torch.float32, "none", [], "")
+        y = (None, 1.0, 0, torch.float32, "none", [], "")  # no bias, scale and zero of y, its type, nothing fused
+        return _QLINEAR(codes, 1.0, _ZERO, self.packed, self.scale, self.zeros, *y)
 
     def __call__(self, x: Tensor) -> Tensor:
         codes, scale = self.prepare(x)
@@ -97,6 +102,7 @@ class _Int8Codes:
 
 _QLINEAR = torch.ops.onednn.qlinear_pointwise.default
 _ROWS = 256
+_ZERO = 128
 
 
 class Int8Dynamic(_Int8Codes):
@@ -111,7 +117,9 @@ class Int8Dynamic(_Int8Codes):
 
     @staticmethod
     def prepare(x: Tensor) -> tuple[Tensor, Tensor]:
-        return quantize_tokens(x)
+        x = x.to(torch.float32)
+        scale = token_scales(x)
+        return ((x / scale).round() + _ZERO).to(torch.uint8), scale
 
     @staticmethod
     def finish(y: Tensor, scale: Tensor) -> Tensor:
@@ -132,12 +140,12 @@ class Int8Fixed(_Int8Codes):
 
     @staticmethod
     def prepare(x: Tensor) -> tuple[Tensor, Tensor]:
-        """x (T, K) -> (2T, K) int8, all high bytes and then all low ones, and float32 scales (T, 1)."""
+        """x (T, K) -> (2T, K) uint8, all high bytes and then all low ones, and float32 scales (T, 1)."""
         x = x.to(torch.float32)
         scale = x.abs().amax(-1, keepdim=True).clamp(min=1e-30) / (127 * 256 + 127)
         codes = (x / scale).round().to(torch.int32)
         high = (codes + 128) >> 8  # -127 to 127, and the low byte -128 to 127
-        return torch.cat([high, codes - (high << 8)]).to(torch.int8), scale
+        return (torch.cat([high, codes - (high << 8)]) + _ZERO).to(torch.uint8), scale
 
     @staticmethod
     def finish(y: Tensor, scale: Tensor) -> Tensor:
@@ -148,8 +156,13 @@ class Int8Fixed(_Int8Codes):
 def quantize_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
     """x (T, K) -> int8 codes (T, K) and float32 scales (T, 1), one a token, from its largest magnitude."""
     x = x.to(torch.float32)
-    scale = x.abs().amax(-1, keepdim=True).clamp(min=1e-12) / 127
+    scale = token_scales(x)
     return (x / scale).round().to(torch.int8), scale
+
+
+def token_scales(x: Tensor) -> Tensor:
+    """What one step of int8 is worth for each token (T, 1), so that its largest magnitude is 127."""
+    return x.abs().amax(-1, keepdim=True).clamp(min=1e-12) / 127
 
 
 class Expanded:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
+import time
+from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..packing import available
@@ -13,6 +16,7 @@ from .scheme import parse
 from .weight import QuantizedWeight, quantize_weight
 
 FEW = 4  # rows up to which reading W decides; measured on two AVX-512 cores, see chapter 13
+_SLOW = 20.0  # times float32: oneDNN's reference code takes 200 and more, its own less than 1
 PACKED = (Int8Dynamic, Int8Fixed, Int8WeightOnly, Int4Grouped)
 
 
@@ -70,13 +74,32 @@ def available_layouts() -> tuple[str, ...]:
 
 @functools.cache
 def works(kernel: type) -> bool:
-    """Whether this build of torch has the operator for this CPU, found by multiplying a small matrix."""
+    """Whether this build of torch has the operator for this CPU, found by multiplying a small matrix.
+
+    Wrong sums say no (where instructions add pairs of products in 16 bits, large ones saturate: pytorch#44939); so does
+    code so slow that the operator must be a reference nobody wrote for this CPU.
+    """
     name = "int8-dynamic" if kernel is Int8Dynamic else "int4-g32" if kernel is Int4Grouped else "int8"
-    small = quantize_weight(torch.linspace(-1, 1, 32 * 64).view(32, 64), parse(name))
-    x = torch.linspace(-1, 2, 128).view(2, 64)
+    matrix = torch.linspace(-1, 1, 512 * 512).view(512, 512).clone()
+    matrix[0] = 1  # beside a row of equal numbers, the largest codes everywhere
+    x = torch.linspace(-1, 2, 4 * 512).view(4, 512).clone()
+    x[0] = 2
+    small = quantize_weight(matrix, parse(name))
     try:
-        y = kernel(small, None)(x)
+        multiply = kernel(small, None)
+        y = multiply(x)
     except (RuntimeError, NotImplementedError, AttributeError):
         return False
     exact = x @ small.dequantize().t()
-    return bool((y - exact).norm() <= 0.02 * exact.norm())
+    near = (y - exact).norm(dim=1) <= 0.02 * exact.norm(dim=1)
+    return bool(near.all()) and _fastest(lambda: multiply(x)) < _SLOW * _fastest(lambda: F.linear(x, matrix))
+
+
+def _fastest(call: Callable[[], Tensor]) -> float:
+    """Seconds, the best of a few."""
+    times = []
+    for _ in range(5):
+        started = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - started)
+    return min(times)

@@ -68,6 +68,11 @@ class BatchSpeculation:
         self.speculator.record(request, drafted, len(tokens) - 1)
         return tokens
 
+    def note_plain(self, requests: Iterable[Request]) -> None:
+        """Those whose next token is drawn as without speculation."""
+        for request in requests:
+            self.speculator.record(request, 0, 0)
+
     def observe(self, output: SchedulerOutput, seconds: float) -> None:
         """What a step took, if it only decoded."""
         if all(part.known == 1 for part in output.scheduled):

@@ -11,7 +11,7 @@ class SpeculationStats:
     judged there (all before them were kept), and those kept."""
 
     steps: int = 0
-    plain_steps: int = 0  # of sequences for which nothing was drafted
+    plain_steps: int = 0  # of sequences for which nothing was drafted, the one that ends the prompt among them
     drafted: int = 0
     accepted: int = 0
     offered: list[int] = field(default_factory=list)

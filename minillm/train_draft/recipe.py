@@ -12,7 +12,7 @@ from typing import Any
 from ..config import ModelConfig
 from ..errors import RequestError, short
 
-MINUTES = 10.0  # that the recipe as it stands takes on two quiet cores; `scaled` reckons from here
+MINUTES = 50.0  # that the recipe as it stands takes on two quiet cores; `scaled` reckons from here
 
 
 @dataclass(frozen=True)
@@ -42,19 +42,19 @@ class Recipe:
     """
 
     sampling: SamplingRecipe = SamplingRecipe()
-    tokens: int = 118_653
+    tokens: int = 590_000
     hidden_size: int = 160
     intermediate_size: int = 640
     layers: int = 3
     heads: int = 5
     sliding_window: int = 256
-    steps: int = 300
+    steps: int = 1500
     batch_tokens: int = 4096
     others: int = 4096
     learning_rate: float = 3e-3
     embedding_learning_rate: float = 1e-3
     weight_decay: float = 0.1
-    warmup: int = 50
+    warmup: int = 100
     clip: float = 1.0
 
     @property

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import time
+
 import pytest
 import torch
 from hypothesis import given
@@ -10,7 +15,8 @@ from hypothesis import strategies as st
 from minillm.errors import QuantizationError
 from minillm.quantization import QuantizedLinear, parse, quantize_weight
 from minillm.quantization import number_formats as nf
-from minillm.quantization.kernels import quantize_tokens
+from minillm.quantization.kernels import Int8Fixed, quantize_tokens
+from minillm.quantization.linear import works
 
 # Of the size that weights have. With scales that are powers of two the error depends on where the numbers lie within an
 # octave: MXFP4's is between .113 and .118.
@@ -140,6 +146,43 @@ def test_int8_sums_do_not_saturate():
     got = QuantizedLinear(quantize_weight(weight, parse("int8-dynamic")))(x)
     exact = x @ weight.t()
     assert ((got - exact).abs() <= 0.01 * exact.abs()).all()
+
+
+CHILD = """
+import torch
+from minillm.quantization import QuantizedLinear, parse, quantize_weight
+for name in ("int8", "int8-dynamic"):
+    layer = QuantizedLinear(quantize_weight(torch.randn(96, 64), parse(name)))
+    for rows in (1, 3, 40, 300):
+        layer(torch.randn(rows, 64))
+print("done")
+"""
+
+
+def test_no_multiply_is_left_to_reference_code():
+    """oneDNN computes what it has no kernel for with a plain loop, correctly and hundreds of times slower: without AMX,
+    signed codes times signed codes."""
+    child = subprocess.run(
+        [sys.executable, "-c", CHILD], env={**os.environ, "ONEDNN_VERBOSE": "1"}, capture_output=True, text=True
+    )
+    assert child.stdout.rstrip().endswith("done"), child.stderr
+    multiplies = [line for line in child.stdout.splitlines() if "exec,cpu,matmul" in line]
+    assert multiplies or not works(Int8Fixed)
+    assert [line for line in multiplies if ",ref" in line] == []
+
+
+def test_a_kernel_that_is_wrong_or_hopelessly_slow_is_not_chosen():
+    class Saturates(Int8Fixed):
+        def __call__(self, x):
+            return super().__call__(x).clamp(max=600)
+
+    class Crawls(Int8Fixed):
+        def __call__(self, x):
+            time.sleep(0.05)
+            return super().__call__(x)
+
+    assert not works(Saturates)
+    assert not works(Crawls)
 
 
 def test_a_token_does_not_depend_on_its_batch():
