@@ -42,7 +42,7 @@ class Recipe:
     """
 
     sampling: SamplingRecipe = SamplingRecipe()
-    tokens: int = 590_000
+    tokens: int = 480_000
     hidden_size: int = 160
     intermediate_size: int = 640
     layers: int = 3
