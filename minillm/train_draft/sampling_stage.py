@@ -137,4 +137,5 @@ def sample_texts(sampler: Sampler, folder: Path, tokens: int, progress: bool = T
             texts = read_shard(path, recipe)
             done, index = done + len(texts.tokens), index + 1
             bar.update(min(len(texts.tokens), tokens - bar.n))
+            bar.refresh()  # rounds found on disk come too fast for the bar to show them by itself
             yield texts
