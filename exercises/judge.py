@@ -125,7 +125,7 @@ class Judge:
         if got is None and want is not None:
             raise Failed("nothing came back. Likely mistake: no return statement.")
         if as_plain(got) != as_plain(want):
-            raise Failed(f"got {short(got)}, expected {short(want)}. {otherwise}".strip())
+            raise Failed(_joined(f"got {short(got)}, expected {short(want)}", otherwise))
 
     def close(self, got: Any, want: Any, otherwise: str = "", rtol: float = 1e-5, atol: float = 1e-6) -> None:
         """Numbers or tensors of one shape, each within `atol + rtol * |want|`. NaN is never close."""
@@ -134,15 +134,15 @@ class Judge:
         if is_tensor(want) and not is_tensor(got):
             raise Failed(f"the result is {type(got).__name__}, must be a tensor.")
         if is_tensor(want) and tuple(got.shape) != tuple(want.shape):
-            raise Failed(f"shape {tuple(got.shape)}, expected {tuple(want.shape)}. {otherwise}".strip())
+            raise Failed(_joined(f"shape {tuple(got.shape)}, expected {tuple(want.shape)}", otherwise))
         mine, theirs = _flat(as_plain(got)), _flat(as_plain(want))
         if len(mine) != len(theirs):
-            raise Failed(f"{len(mine)} numbers, expected {len(theirs)}. {otherwise}".strip())
+            raise Failed(_joined(f"{len(mine)} numbers, expected {len(theirs)}", otherwise))
         wrong = [i for i, (a, b) in enumerate(zip(mine, theirs, strict=True)) if not _near(a, b, rtol, atol)]
         if wrong:
             i = wrong[0]
             where = f" at position {i} of {len(mine)} ({len(wrong)} differ)" if len(mine) > 1 else ""
-            raise Failed(f"got {mine[i]:.6g}, expected {theirs[i]:.6g}{where}. {otherwise}".strip())
+            raise Failed(_joined(f"got {mine[i]:.6g}, expected {theirs[i]:.6g}{where}", otherwise))
 
     def raises(self, call: Callable[[], Any], kinds: type | tuple[type, ...], otherwise: str) -> None:
         """`call()` must raise one of `kinds`."""
@@ -153,6 +153,12 @@ class Judge:
         except kinds:
             return
         raise Failed(otherwise)
+
+
+def _joined(fact: str, otherwise: str) -> str:
+    """One sentence or two: what goes on in lower case, as "for f(3). Likely mistake: …", belongs to the fact."""
+    goes_on = otherwise[:1].islower() or otherwise[:1] == "("
+    return f"{fact}{', ' if goes_on else '. '}{otherwise}".strip()
 
 
 def _flat(value: Any) -> list[float]:

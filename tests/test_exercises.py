@@ -162,6 +162,22 @@ def test_judge_close_takes_shape_and_nan_seriously():
             judge.close(got, want)
 
 
+@pytest.mark.parametrize(
+    ("otherwise", "said"),
+    [
+        ("for f(3). Likely mistake: x.", "got 1, expected 2, for f(3). Likely mistake: x."),
+        ("(fused) for f(3).", "got 1, expected 2, (fused) for f(3)."),
+        ("Likely mistake: x.", "got 1, expected 2. Likely mistake: x."),
+        ("", "got 1, expected 2."),
+    ],
+)
+def test_a_message_is_made_of_whole_sentences(otherwise, said):
+    for compare in (Judge().equal, Judge().close):
+        with pytest.raises(Failed) as refused:
+            compare(1, 2, otherwise)
+        assert str(refused.value) == said
+
+
 def test_copies_reach_into_containers_and_tensors():
     original = {"a": [torch.ones(2), (1, bytearray(b"x"))]}
     copy = plain_copy(original)

@@ -68,3 +68,21 @@ def test_another_right_answer_passes(name):
     assert errors == {}
     outcome = grade(exercise, namespace[exercise.entry])
     assert outcome.passed, outcome
+
+
+RETURNS = """
+def swiglu_program(m, gate, up, y, gate_stride, up_stride, y_stride, f, BLOCK):
+    g, u = m.load(gate + m.arange(0, BLOCK)), m.load(up + m.arange(0, BLOCK))
+    return g / (1 + m.exp(-g)) * u
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "source"),
+    [("swiglu_program", RETURNS), ("add_norm_program", "def add_norm_program(m, x, r, w, h, y, d, eps, BLOCK): ...")],
+)
+def test_a_program_that_stores_nothing_is_told_so(name, source):
+    namespace, _ = execute([source])
+    outcome = grade(registry.find("06", name), namespace[name])
+    assert not outcome.passed
+    assert "m.store" in outcome.message

@@ -69,3 +69,13 @@ def test_another_right_answer_passes(name):
     assert errors == {}
     outcome = grade(exercise, namespace[exercise.entry])
     assert outcome.passed, outcome
+
+
+def test_right_tokens_in_wrong_slots_are_told_apart_from_wrong_tokens():
+    exercise = registry.find("08", "rolling_cache")
+    kept = "[p for p in range(length) if p < sinks or p >= length - window]"
+    phase = f"def rolling_cache(length, window, sinks):\n    return [(p, p % (window + sinks)) for p in {kept}]"
+    early = phase.replace("length - window]", "length - window + 1]")
+    messages = [grade(exercise, execute([source])[0]["rolling_cache"]).message for source in (phase, early)]
+    assert "their slots are not" in messages[0]
+    assert "their slots are not" not in messages[1]

@@ -105,6 +105,14 @@ def test_strays_are_red_where_they_were_meant_and_where_they_landed():
     assert colours.count(tuple(round(part, 4) for part in to_rgb(RED))) == 2 * 45
 
 
+@pytest.mark.parametrize(
+    ("masked", "program", "seen"),
+    [(True, 1, "all 16 lanes at work"), (True, 3, "15 of 16 lanes masked off"), (False, 3, "45 accesses to another")],
+)
+def test_the_title_says_what_there_is_to_see(masked, program, seen):
+    assert seen in tile_walk(added(masked=masked), program).axes[0].get_title(loc="left")
+
+
 @pytest.mark.parametrize("program", [0, 3])
 def test_no_label_leaves_the_picture(program):
     fig = tile_walk(added(masked=False), program)

@@ -41,6 +41,8 @@ def run_swiglu(swiglu_program, T: int, f: int, BLOCK: int, strides: tuple[int, i
 
 def made(swiglu_program, T: int, f: int, BLOCK: int, strides, judge: Judge, hint: str) -> TileMachine:
     machine, want = run_swiglu(swiglu_program, T, f, BLOCK, strides)
+    stored = any(access.kind == "store" for access in machine.accesses)
+    judge.true(stored, "nothing was stored. Likely mistake: the result is returned; a program gives it to m.store.")
     judge.close(machine.read("y").tolist(), want.tolist(), f"Likely mistake: {hint}", rtol=1e-4, atol=1e-5)
     return machine
 

@@ -18,6 +18,8 @@ def run_norm(
     values = {"x": x, "r": r, "w": w, "h": np.full((T, d), np.nan), "y": np.full((T, d), np.nan)}
     pointers = [machine.place(name, numbers) for name, numbers in values.items()]
     machine.run(add_norm_program, (T,), *pointers, d, eps, BLOCK)
+    stored = any(access.kind == "store" for access in machine.accesses)
+    judge.true(stored, "nothing was stored. Likely mistake: the result is returned; a program gives it to m.store.")
     h = x + r
     wide = h.astype(np.float64)
     y = w * wide / np.sqrt(np.square(wide).mean(-1, keepdims=True) + eps)

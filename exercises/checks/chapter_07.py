@@ -49,7 +49,7 @@ def compare(got, want, judge: Judge, hint: str) -> None:
 
 def one_maximum(merge, judge: Judge) -> None:
     scores = torch.tensor([[2.0, 1.0, 2.0, -1.0]])
-    merged(merge, scores, 2, judge, "with equal maxima nothing is corrected, and the sums add up.")
+    merged(merge, scores, 2, judge, "with equal maxima nothing is corrected, sums add up, and nothing is divided yet.")
 
 
 def the_smaller_one_shrinks(merge, judge: Judge) -> None:

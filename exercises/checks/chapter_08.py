@@ -123,10 +123,16 @@ def written(length: int, window: int, sinks: int) -> list[tuple[int, int]]:
     return sorted((position, slot) for slot, position in memory.items())
 
 
+RING = "the tokens are right, their slots are not: behind the sinks is a ring, and its first slot has token `sinks`."
+
+
 def rolled(rolling_cache, case: tuple, judge: Judge, hint: str) -> None:
-    got = rolling_cache(*case)
+    got, want = rolling_cache(*case), written(*case)
     judge.type(got, list)
-    judge.equal(got, written(*case), f"for rolling_cache{case}. Likely mistake: {hint}")
+    tokens = [pair[0] for pair in got if isinstance(pair, (tuple, list)) and pair]
+    if tokens == [token for token, _ in want]:
+        hint = RING
+    judge.equal(got, want, f"for rolling_cache{case}. Likely mistake: {hint}")
 
 
 def not_full_yet(rolling_cache, judge: Judge) -> None:

@@ -162,7 +162,7 @@ def tile_walk(machine: TileMachine, program: int | tuple[int, ...], title: str =
         + [int(a.places.max()) - machine.home(a).start + 1 for a in machine.accesses if machine.home(a)]
     )
     with figure(height=1.75 + 0.62 * len(machine.buffers)) as (fig, ax):
-        ax.set_title(title or f"Program {_named(index)} of a grid of {len(programs)}")
+        ax.set_title(title or f"Program {_named(index)} of a grid of {len(programs)}{_summary(machine, mine)}")
         _draw_grid(ax, programs, index, extent)
         for row, (name, places) in enumerate(machine.buffers.items()):
             _draw_buffer(ax, machine, mine, name, places, -1.5 * row)
@@ -186,6 +186,18 @@ def tile_explorer(
 
 def _named(index: tuple[int, ...]) -> str:
     return str(index[0] if len(index) == 1 else index)
+
+
+def _summary(machine: TileMachine, mine: list[Access]) -> str:
+    """What there is to see of one program: strays before masked lanes, masked lanes before a full tile."""
+    if not mine:
+        return ""
+    strays = sum(int(p) not in machine.home(access) for access in mine for p in access.touched)
+    if strays:
+        return f": {strays} accesses to another buffer"
+    widest = max(mine, key=lambda access: access.places.size)
+    lanes, off = widest.places.size, int((~widest.mask).sum())
+    return f": {off} of {lanes} lanes masked off" if off else f": all {lanes} lanes at work"
 
 
 def _draw_grid(ax: Axes, programs: list, index: tuple[int, ...], extent: float) -> None:
