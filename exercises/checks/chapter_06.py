@@ -66,7 +66,9 @@ def the_tail(swiglu_program, judge: Judge) -> None:
         hint = f"a row of {f} in tiles of 16: the lanes past its end have to be masked in the store."
         machine = made(swiglu_program, 2, f, 16, strides, judge, hint)
         judge.equal(
-            machine.strays(), [], "These are accesses (program, kind, place) outside of the buffer. Mask the loads too."
+            machine.strays(),
+            [],
+            "These are accesses (program, kind, place) outside of the buffer. Mask loads and store alike.",
         )
 
 

@@ -123,7 +123,10 @@ def written(length: int, window: int, sinks: int) -> list[tuple[int, int]]:
     return sorted((position, slot) for slot, position in memory.items())
 
 
-RING = "the tokens are right, their slots are not: behind the sinks is a ring, and its first slot has token `sinks`."
+RING = (
+    "the tokens are right, their slots are not: behind the sinks is a ring of `window` slots, and token `sinks` went "
+    "to the first of them."
+)
 
 
 def rolled(rolling_cache, case: tuple, judge: Judge, hint: str) -> None:
