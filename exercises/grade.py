@@ -45,7 +45,8 @@ def run_check(check: Callable, guarded: Guarded, entry: Any) -> tuple[str, str]:
     except NotImplementedError:
         return NOT_STARTED, "It still raises NotImplementedError; write it, then run the check again."
     except BaseException as error:  # SystemExit and KeyboardInterrupt of the learner's code are verdicts too
-        return FAILED, explain(error, namespace_of(entry))
+        called = f" It was called as {guarded.calling}." if guarded.calling else ""
+        return FAILED, explain(error, namespace_of(entry)) + called
     return PASSED, ""
 
 

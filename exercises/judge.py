@@ -65,6 +65,15 @@ def short(value: Any, limit: int = 90) -> str:
     return text if len(text) <= limit else f"{text[: limit - 25]} … {text[-20:]}"
 
 
+def sketch(value: Any) -> str:
+    """An argument in a few characters: a tensor or an array by its shape, plain data by itself, the rest by type."""
+    if is_tensor(value) or is_array(value):
+        return f"<{tuple(value.shape)}>"
+    if isinstance(value, (*_PLAIN, *_CONTAINERS)):
+        return short(value, 60)
+    return f"<{type(value).__name__}>"
+
+
 def _unequal(before: Any, after: Any) -> bool:
     if type(before) is not type(after):
         return True
@@ -86,8 +95,16 @@ class Guarded:
 
     def __init__(self, function: Callable, name: str, mutates: bool = False) -> None:
         self.function, self.name, self.mutates = function, name, mutates
+        self.calling = ""  # the call that is running, as the learner would write it
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        named = [f"{key}={sketch(value)}" for key, value in kwargs.items()]
+        self.calling = f"{self.name}({', '.join([*map(sketch, args), *named])})"
+        result = self._call(args, kwargs)
+        self.calling = ""
+        return result
+
+    def _call(self, args: tuple, kwargs: dict) -> Any:
         if self.mutates:
             return self.function(*args, **kwargs)
         mine, mine_named = plain_copy(list(args)), plain_copy(kwargs)

@@ -194,6 +194,22 @@ def test_copies_reach_into_containers_and_tensors():
     assert original["a"][0].tolist() == [1, 1]
 
 
+def test_an_exception_is_told_with_the_call_that_raised_it():
+    def halves(x, size, names=(), **more):
+        return x.view(size, -1)
+
+    def uneven(halves, judge):
+        halves(torch.ones(3, 2), 4, names=["a"], model=object())
+
+    told = grade(small(checks=[uneven]), halves).message
+    assert told.endswith("It was called as double(<(3, 2)>, 4, names=['a'], model=<object>)."), told
+
+    def unusable(halves, judge):
+        halves(torch.ones(3, 2), 3) + "a"
+
+    assert "called as" not in grade(small(checks=[unusable]), halves).message
+
+
 def test_nan_in_an_argument_is_not_taken_for_a_change():
     value = torch.tensor([float("nan"), 1.0])
     assert Guarded(lambda x, y: 3, "f")(value, [float("nan")]) == 3

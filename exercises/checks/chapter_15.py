@@ -44,24 +44,29 @@ def packed(pack_row, row: list[float], judge: Judge, hint: str) -> None:
 
 
 def one_pair(pack_row, judge: Judge) -> None:
-    packed(
-        pack_row, [0.0, 5.0, 0.0, 6.0], judge, "the left number's place stands in the low two bits, the right one above"
-    )
+    hint = "the two places exchanged, or not two bits apart; that of the left number stands in the low two bits."
+    packed(pack_row, [0.0, 5.0, 0.0, 6.0], judge, hint)
 
 
 def two_groups_a_byte(pack_row, judge: Judge) -> None:
-    hint = "the left group belongs into the low four bits of its byte."
+    hint = (
+        "the two groups of a byte exchanged (the left one belongs into the low four bits), a byte for each group, or "
+        "places counted from the start of the row."
+    )
     packed(pack_row, [5.0, 6.0, 0.0, 0.0, 0.0, 0.0, 7.0, -8.0], judge, hint)
     packed(pack_row, [5.0, 0.0, 6.0, 0.0, 0.0, 7.0, 8.0, 0.0] * 2, judge, hint)
 
 
 def half_a_byte_left(pack_row, judge: Judge) -> None:
-    hint = "an odd number of groups leaves the upper half of the last byte at 0; the byte is still there."
+    hint = "the last of an odd number of groups lost; it has a byte of its own, whose upper half is 0."
     packed(pack_row, [1.0, 2.0, 0.0, 0.0, 0.0, 3.0, 4.0, 0.0, 0.0, 5.0, 0.0, 6.0], judge, hint)
 
 
 def fewer_than_two(pack_row, judge: Judge) -> None:
-    hint = "a group with one number or none is filled up with zeros from its left, and its places stay in order."
+    hint = (
+        "a group with one number or none not filled up, filled up from the right instead of from the left, or its "
+        "places out of order."
+    )
     for group in ([0.0, 0.0, 0.0, 9.0], [9.0, 0.0, 0.0, 0.0], [0.0, 9.0, 0.0, 0.0], [0.0] * 4):
         packed(pack_row, group, judge, hint)
 
@@ -75,7 +80,7 @@ def any_row(pack_row, judge: Judge) -> None:
             for place in rng.sample(range(4), rng.choice((0, 1, 2, 2, 2))):
                 group[place] = rng.choice((-1, 1)) * rng.randint(1, 9) / 2
             row += group
-        packed(pack_row, row, judge, "see the checks before; here they come together.")
+        packed(pack_row, row, judge, "a case that small rows do not show: many groups, some of them not full.")
 
 
 PACK = Exercise(
@@ -155,38 +160,41 @@ def drawn(rows: int, columns: int, tokens: int, seed: int) -> tuple[torch.Tensor
 def quiet_inputs_alike(wanda_mask, judge: Judge) -> None:
     """All inputs equally loud, one row: plain magnitude."""
     weight, x = torch.tensor([[3.0, -1.0, -4.0, 2.0]]), torch.eye(4)
-    masked(
-        wanda_mask, weight, x, 0.5, judge, "True marks what stays; the sign of a weight says nothing about its size."
-    )
+    hint = "True where a weight goes instead of where it stays, or weights compared with their signs."
+    masked(wanda_mask, weight, x, 0.5, judge, hint)
 
 
 def loud_inputs_count(wanda_mask, judge: Judge) -> None:
     weight = torch.tensor([[5.0, 1.0, 4.0, 2.0]])
     x = torch.tensor([[1.0, 9.0, 1.0, 0.5], [1.0, -9.0, 0.0, 0.5]])
-    masked(wanda_mask, weight, x, 0.5, judge, "the norm is over tokens, one for each column of x, whatever the signs.")
+    masked(
+        wanda_mask, weight, x, 0.5, judge, "inputs not looked at, summed with their signs, or taken a token at a time."
+    )
 
 
 def the_length_not_the_sum(wanda_mask, judge: Judge) -> None:
     """Many small inputs against one large: sums, means and maxima say otherwise than lengths."""
     x = torch.tensor([[1.0, 3.0], [1.0, 0.0], [1.0, 0.0], [1.0, 0.0]])
-    masked(wanda_mask, torch.tensor([[1.0, 1.0]]), x, 0.5, judge, "||x|| is the root of the sum of squares.")
+    masked(wanda_mask, torch.tensor([[1.0, 1.0]]), x, 0.5, judge, "a sum, mean or maximum of magnitudes for ||x||.")
     x = torch.tensor([[1.0, 1.5], [1.0, 0.0], [1.0, 0.0], [1.0, 0.0]])
-    masked(wanda_mask, torch.tensor([[1.0, 1.0]]), x, 0.5, judge, "||x|| is the root of the sum of squares.")
+    masked(wanda_mask, torch.tensor([[1.0, 1.0]]), x, 0.5, judge, "a sum, mean or maximum of magnitudes for ||x||.")
     x = torch.tensor([[2.0, 1.0], [0.0, 0.0]])
-    masked(wanda_mask, torch.tensor([[1.0, 1.9]]), x, 0.5, judge, "the norm is not squared, and the weight neither.")
-    masked(wanda_mask, torch.tensor([[1.0, 2.1]]), x, 0.5, judge, "the norm is not squared, and the weight neither.")
+    hint = "the norm squared and the weight not, or the other way round."
+    masked(wanda_mask, torch.tensor([[1.0, 1.9]]), x, 0.5, judge, hint)
+    hint = "the norm squared and the weight not, or the other way round."
+    masked(wanda_mask, torch.tensor([[1.0, 2.1]]), x, 0.5, judge, hint)
 
 
 def each_row_alone(wanda_mask, judge: Judge) -> None:
     weight, x = drawn(5, 8, 6, 1)
     weight[2] *= 100
-    masked(wanda_mask, weight, x, 0.5, judge, "rows are compared with themselves alone: each loses the same number.")
+    masked(wanda_mask, weight, x, 0.5, judge, "one order for the whole matrix; scores compete within a row.")
 
 
 def any_share(wanda_mask, judge: Judge) -> None:
     for seed, sparsity in enumerate((0.0, 0.3, 0.5, 0.77, 1.0)):
         weight, x = drawn(4, 11, 9, seed)
-        masked(wanda_mask, weight, x, sparsity, judge, "int(sparsity · columns) of each row go, none of them twice.")
+        masked(wanda_mask, weight, x, sparsity, judge, "a number other than int(sparsity · columns) for each row.")
 
 
 WANDA = Exercise(

@@ -28,32 +28,43 @@ def told(format_bytes, case: tuple, names: tuple[str, ...], judge: Judge, hint: 
 
 def dense_as_before(format_bytes, judge: Judge) -> None:
     for case in ((4, 8, 16, 16, 32), (3, 12, 5, 8, 32)):
-        told(format_bytes, case, ("dense",), judge, "zeros in place cost what other numbers cost; bits are not bytes.")
+        told(
+            format_bytes,
+            case,
+            ("dense",),
+            judge,
+            "zeros left out, though they stand in their places here; or bits for bytes.",
+        )
 
 
 def places_cost(format_bytes, judge: Judge) -> None:
-    hint = "a place for each number that is left, and where each row begins."
+    hint = "places or row pointers left out, one pointer short, or of another width than index_bits."
     told(format_bytes, (4, 8, 16, 16, 32), ("csr",), judge, hint)
     told(format_bytes, (4, 8, 16, 32, 64), ("csr",), judge, hint)
 
 
 def and_one_more(format_bytes, judge: Judge) -> None:
-    told(
-        format_bytes, (7, 16, 0, 16, 32), ("csr",), judge, "rows + 1 pointers: where each row begins and the last ends."
-    )
+    hint = "one pointer short; rows + 1 say where each row begins and where the last ends."
+    told(format_bytes, (7, 16, 0, 16, 32), ("csr",), judge, hint)
 
 
 def a_bit_a_column(format_bytes, judge: Judge) -> None:
-    hint = "one bit a column, whether or not something is there."
+    hint = "a byte for each column, or a bit only where a number is; every column has one bit."
     told(format_bytes, (4, 16, 10, 16, 32), ("bitmap",), judge, hint)
 
 
 def whole_bytes(format_bytes, judge: Judge) -> None:
-    told(format_bytes, (5, 12, 10, 8, 16), ("bitmap",), judge, "each row's bits are filled up to whole bytes.")
+    told(
+        format_bytes,
+        (5, 12, 10, 8, 16),
+        ("bitmap",),
+        judge,
+        "the bits of all rows laid end to end; each row's are filled up to whole bytes.",
+    )
 
 
 def half_and_two_bits(format_bytes, judge: Judge) -> None:
-    hint = "half of all places have a value, however many are zero, and each value has two bits for its place."
+    hint = "values that are zero left out, though half of all places have one; or not two bits for the place of each."
     told(format_bytes, (4, 16, 32, 16, 32), ("2:4",), judge, hint)
     told(format_bytes, (4, 16, 10, 8, 32), ("2:4",), judge, hint)
     told(
@@ -61,7 +72,7 @@ def half_and_two_bits(format_bytes, judge: Judge) -> None:
         (3, 12, 18, 16, 32),
         ("2:4",),
         judge,
-        "a row with an odd number of groups: half a byte is filled up.",
+        "half a byte lost, or shared by two rows, where a row has an odd number of groups.",
     )
 
 
@@ -70,7 +81,13 @@ def any_matrix(format_bytes, judge: Judge) -> None:
     for _ in range(30):
         rows, columns = rng.randint(1, 40), 4 * rng.randint(1, 40)
         case = (rows, columns, rng.randint(0, rows * columns // 2), rng.choice((8, 16, 32)), rng.choice((16, 32, 64)))
-        told(format_bytes, case, ("dense", "csr", "bitmap", "2:4"), judge, "see the checks before.")
+        told(
+            format_bytes,
+            case,
+            ("dense", "csr", "bitmap", "2:4"),
+            judge,
+            "a case that small matrices do not show, such as rounding up once for all rows.",
+        )
 
 
 BYTES = Exercise(

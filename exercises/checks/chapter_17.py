@@ -35,8 +35,10 @@ def read(experts_read, chances: list, tokens: int, judge: Judge, hint: str) -> N
 
 
 def one_token(experts_read, judge: Judge) -> None:
-    read(experts_read, [0.5, 0.5], 1, judge, "a token reads as many experts as it chooses: the sum of the chances.")
-    read(experts_read, [0.25] * 8, 1, judge, "a token reads as many experts as it chooses: the sum of the chances.")
+    hint = "the chance to be left alone for the chance to be read; one token reads the sum of the chances."
+    read(experts_read, [0.5, 0.5], 1, judge, hint)
+    hint = "the chance to be left alone for the chance to be read; one token reads the sum of the chances."
+    read(experts_read, [0.25] * 8, 1, judge, hint)
 
 
 def several_tokens(experts_read, judge: Judge) -> None:
@@ -51,8 +53,9 @@ def popular_and_rare(experts_read, judge: Judge) -> None:
 
 
 def never_and_always(experts_read, judge: Judge) -> None:
-    read(experts_read, [0.0, 1.0, 0.5], 3, judge, "an expert that nobody ever chooses is not read, one with 1 always.")
-    read(experts_read, [0.3, 1.0, 0.7], 0, judge, "a step without tokens reads nothing.")
+    hint = "an expert counted that nobody ever chooses, or one left out that all choose."
+    read(experts_read, [0.0, 1.0, 0.5], 3, judge, hint)
+    read(experts_read, [0.3, 1.0, 0.7], 0, judge, "a step without tokens counted as if it had one; it reads nothing.")
 
 
 READ = Exercise(
@@ -133,8 +136,8 @@ def the_bias_chooses(choose_experts, judge: Judge) -> None:
 
 
 def groups_come_first(choose_experts, judge: Judge) -> None:
-    hint = "a group is worth the sum of its two best ranks, not its best or its whole sum; or groups interleaved."
-    weighing = "the sum runs over the chosen experts only."
+    hint = "a group judged by its best expert or by all of them, not by its two best; or groups interleaved."
+    weighing = "divided by the scores of more experts than the chosen ones."
     for seed in range(4):
         chosen(
             choose_experts, judge, hint, weighing, bias=lambda b: 0.1 * b, seed=seed, experts=20, groups=5, top_groups=2
@@ -149,7 +152,7 @@ def negative_ranks(choose_experts, judge: Judge) -> None:
 
 
 def scaled(choose_experts, judge: Judge) -> None:
-    weighing = "the scale left out, or applied before the weights are divided by their sum."
+    weighing = "the scale left out, or divided away with the sum."
     chosen(choose_experts, judge, "see above.", weighing, seed=3, k=4, scale=2.5)
 
 
@@ -218,7 +221,7 @@ def from_where_it_was(move_bias, judge: Judge) -> None:
 
 def exactly_the_mean(move_bias, judge: Judge) -> None:
     experts = torch.tensor([[0, 1], [0, 2], [0, 1], [3, 2]])
-    moved(move_bias, torch.zeros(4), experts, 0.5, judge, "an expert with exactly the mean stays where it is.")
+    moved(move_bias, torch.zeros(4), experts, 0.5, judge, "an expert with exactly the mean moved.")
 
 
 def nobody_chose_the_last(move_bias, judge: Judge) -> None:

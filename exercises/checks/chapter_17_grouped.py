@@ -79,7 +79,7 @@ def one_choice_each(grouped, judge: Judge) -> None:
 
 
 def several_choices(grouped, judge: Judge) -> None:
-    hint = "pair p belongs to token p // k; or the choices of a token overwrite each other."
+    hint = "a pair given to another token than p // k, or the choices of a token overwrite each other."
     x, experts, weights = draw(7, 3, 5, seed=1)
     through(grouped, judge, (x, experts, torch.ones_like(weights)), 5, 16, hint)
 
@@ -112,7 +112,15 @@ def dropped_add_nothing(grouped, judge: Judge) -> None:
     weights[experts < 0] = torch.nan
     through(grouped, judge, (x, experts, weights), 4, 4, hint, tiles)
     x, experts, weights = draw(3, 2, 4, seed=6)
-    through(grouped, judge, (x, torch.full_like(experts, -1), weights), 4, 4, "all dropped is zeros.", tiles)
+    through(
+        grouped,
+        judge,
+        (x, torch.full_like(experts, -1), weights),
+        4,
+        4,
+        "something added where every choice was dropped.",
+        tiles,
+    )
 
 
 GROUPED = Exercise(
