@@ -208,12 +208,12 @@ class Engine:
             raise EngineError(
                 "a step was interrupted while it was planned or undone; make a new engine"
             ) from self._fault
+        if self.speculation is not None:  # changes nothing that an interrupt could leave by half
+            self.speculation.draft(self.scheduler.running)
         due, self._due = self._due, []
         if not self.scheduler.has_unfinished_requests():
             return due
         try:
-            if self.speculation is not None:
-                self.speculation.draft(self.scheduler.running)
             output = self.scheduler.schedule()
         except BaseException as error:
             self._fault = error

@@ -88,7 +88,10 @@ class ContiguousCache(StateOfOne):
     outgrows it.
     L counts the layers that keep keys and values. A linear layer keeps a state instead, of one size at every length.
     With dtype "int8", "fp8" or "int4" it is a QuantizedCache (quantization/kv_contiguous.py).
+    `most_drafts` says how many tokens can surely be taken back.
     """
+
+    most_drafts: float = float("inf")
 
     def __new__(cls, config: ModelConfig, max_tokens: int, dtype=torch.float32, *args, **options):
         if cls is ContiguousCache and isinstance(dtype, str):

@@ -121,7 +121,9 @@ def _bench(args: argparse.Namespace, device: str) -> dict[str, Any]:
     if speculative is not None:
         from . import speculation
 
-        values["speculation"] = speculation.measure(model, tokenizer, speculative, sizes.output, sizes.rounds)
+        values["speculation"] = speculation.measure(
+            model, tokenizer, speculative, sizes.output, sizes.rounds, args.kv_cache_dtype
+        )
     if args.quality:
         from ..analysis.quality import compare_to_float32
 

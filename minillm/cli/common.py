@@ -228,6 +228,12 @@ def load(args: argparse.Namespace) -> tuple[Transformer, Tokenizer]:
     return (compile_model(model) if args.compile else model), tokenizer
 
 
+def refuse_compile(args: argparse.Namespace, reason: str) -> None:
+    """Where --compile would change nothing. Raises RequestError."""
+    if args.compile:
+        raise RequestError(f"{args.command} {reason}; leave --compile out")
+
+
 def compile_model(model: Transformer) -> Transformer:
     """The model on compiled code, with a line on what that took. Raises CompilationError."""
     from ..compilation import compiled

@@ -59,6 +59,9 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
         raise RequestError(
             "nothing is quantized; give --quantize SCHEME, --sparsify METHOD-PATTERN, --kv-cache-dtype NAME, or several"
         )
+    if args.dtype not in ("auto", "float32"):
+        raise RequestError(f"quality compares with float32; leave --dtype {args.dtype} out, or see bench --quality")
+    common.refuse_compile(args, "measures numbers and no speed")
     device = common.prepare(args)
     from .. import checkpoint
     from ..analysis import quality

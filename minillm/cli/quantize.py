@@ -32,6 +32,7 @@ def run(args: argparse.Namespace) -> int:
     folder = user_path(args.out, "--out")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise RequestError(f"--out {folder}: is there already and not an empty folder; name a new one")
+    common.refuse_compile(args, "writes weights, which compiling does not change")
     model, tokenizer = common.load(args)
     from ..quantization.saving import save_quantized
 

@@ -16,6 +16,7 @@ from ..sampling_params import SamplingParams
 from ..speculative import SpeculativeConfig, Speculator, make_speculator
 from ..tokenizer import Tokenizer
 from ..transformer import Transformer
+from .common import cache_maker
 from .measure import text_ids
 
 PASSAGE = 64  # tokens that the copying task repeats
@@ -32,18 +33,26 @@ def prompts(tokenizer: Tokenizer) -> dict[str, list[int]]:
 
 
 def measure(
-    model: Transformer, tokenizer: Tokenizer, config: SpeculativeConfig, tokens: int, rounds: int
+    model: Transformer,
+    tokenizer: Tokenizer,
+    config: SpeculativeConfig,
+    tokens: int,
+    rounds: int,
+    kv_cache_dtype: str = "auto",
 ) -> dict[str, Any]:
     """Of both tasks at batch 1, and of batches in the engine."""
-    rounds = min(rounds, _ROUNDS)
-    found = {name: _alone(model, tokenizer, config, ids, tokens, rounds) for name, ids in prompts(tokenizer).items()}
+    rounds, new_cache = min(rounds, _ROUNDS), cache_maker(model, kv_cache_dtype) or (lambda tokens: None)
+    found = {
+        name: _alone(model, tokenizer, config, ids, tokens, rounds, new_cache)
+        for name, ids in prompts(tokenizer).items()
+    }
     values = {"method": config.method, "num_tokens": config.num_tokens, "adaptive": config.adaptive, **found}
     if not config.tree and config.method != "eagle":
-        values["batches"] = _batches(model, tokenizer, config, tokens, rounds)
+        values["batches"] = _batches(model, tokenizer, config, tokens, rounds, kv_cache_dtype)
     return values
 
 
-def _alone(model, tokenizer, config, ids: Sequence[int], tokens: int, rounds: int) -> dict[str, Any]:
+def _alone(model, tokenizer, config, ids: Sequence[int], tokens: int, rounds: int, new_cache) -> dict[str, Any]:
     params = SamplingParams(temperature=0, max_tokens=tokens + 1, ignore_eos=True)
     fixed = make_speculator(replace(config, adaptive=False), model, tokenizer)
     chosen = Speculator(config, fixed.proposer)  # its lengths as the config says
@@ -52,7 +61,8 @@ def _alone(model, tokenizer, config, ids: Sequence[int], tokens: int, rounds: in
     answers = {}
     for i in range(rounds + 1):  # the first is a warm-up
         for name, speculator in ways.items():
-            done = generate(model, tokenizer, ids, params, speculative=speculator)
+            cache = new_cache(len(ids) + tokens + 1)
+            done = generate(model, tokenizer, ids, params, cache=cache, speculative=speculator)
             answers[name] = done.token_ids
             if i:
                 seconds[name].append(done.token_times[-1] - done.token_times[0])
@@ -96,7 +106,7 @@ def _formula(speculator: Speculator, gamma: int, step: float) -> dict[str, Any]:
     }
 
 
-def _batches(model, tokenizer, config: SpeculativeConfig, tokens: int, rounds: int) -> list[dict[str, Any]]:
+def _batches(model, tokenizer, config: SpeculativeConfig, tokens: int, rounds: int, dtype: str) -> list[dict[str, Any]]:
     """Tokens a second of so many requests at once: without drafts, with num_tokens always, and as many as pay."""
     ways = {"plain": None, "fixed": replace(config, adaptive=False), "adaptive": replace(config, adaptive=True)}
     ids, found = text_ids(tokenizer, PASSAGE + max(BATCHES)), []
@@ -105,15 +115,16 @@ def _batches(model, tokenizer, config: SpeculativeConfig, tokens: int, rounds: i
         times = {name: [] for name in ways}
         for _ in range(rounds):
             for name, way in ways.items():
-                times[name].append(_serve(model, tokenizer, way, many, tokens))
+                times[name].append(_serve(model, tokenizer, way, many, tokens, dtype))
         speeds = {f"{name}_tok_s": batch * tokens / statistics.median(t) for name, t in times.items()}
         found.append({"sequences": batch, **speeds})
     return found
 
 
-def _serve(model, tokenizer, way: SpeculativeConfig | None, many: Sequence[Sequence[int]], tokens: int) -> float:
+def _serve(model, tokenizer, way: SpeculativeConfig | None, many: Sequence[Sequence[int]], tokens: int, dtype: str):
     """Seconds from the first token of the last request to the end."""
-    engine = Engine(model, tokenizer, scheduler_config(model, 1 << 28, {"prefix_cache": "off"}), speculative=way)
+    config = scheduler_config(model, 1 << 28, {"prefix_cache": "off"}, dtype)
+    engine = Engine(model, tokenizer, config, kv_cache_dtype=dtype, speculative=way)
     params = SamplingParams(temperature=0, max_tokens=tokens + 1, ignore_eos=True)
     for i, ids in enumerate(many):
         engine.add_request(str(i), ids, params)

@@ -14,12 +14,13 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
-from ..errors import QuantizationError
+from ..errors import MinillmError, QuantizationError
 from ..layers import Linear
 from ..packing import PackedLinear
 from ..transformer import Transformer
 from .awq import clipped, scale_block
 from .calibration import for_each_block
+from .folding import folds
 from .gptq import gptq
 from .hqq import hqq
 from .linear import QuantizedLinear
@@ -41,6 +42,7 @@ class Report:
     float32_bytes: int = 0
     stored_bytes: int = 0
     groups: Counter = field(default_factory=Counter)  # group size -> matrices
+    unseen: list[str] = field(default_factory=list)  # matrices that no calibration token reached: rounded to nearest
 
     @property
     def bits_per_weight(self) -> float:
@@ -91,7 +93,7 @@ def quantize_(
         raise QuantizationError(f"scheme {scheme.name!r} looks at activations; give calibration tokens")
     if any(isinstance(layer, QuantizedLinear) for layer in model.modules()):
         raise QuantizationError("the model is quantized already; load it again to quantize it otherwise")
-    _check_zeros(model, scheme)
+    _check_model(model, scheme)
     wanted = {name: head_scheme if name == HEAD else scheme for *_, name, _ in linear_layers(model)}
     chosen = {
         name: scheme_for(wanted[name], layer.weight, name, shrink_groups)
@@ -114,10 +116,12 @@ def quantize_(
     return job.report
 
 
-def _check_zeros(model: Transformer, scheme: Scheme) -> None:
-    """A sparse model stays one: what a scheme would fill is refused, and so are matrices packed as 2:4."""
+def _check_model(model: Transformer, scheme: Scheme) -> None:
+    """Whether the method suits every block, before any is changed, and a sparse model stays one: what a scheme would
+    fill is refused, and so are matrices packed as 2:4."""
     from ..sparsity.packed import SparseLinear  # above this file in reading order, and needed for a message alone
 
+    refuse_views(model, QuantizationError)
     if any(isinstance(layer, SparseLinear) for layer in model.modules()):
         raise QuantizationError("the model is packed 2:4, in 16 bits or more; quantize before packing, or not at all")
     if getattr(model, "sparsity", None) is not None and not scheme.keeps_zeros:
@@ -125,11 +129,30 @@ def _check_zeros(model: Transformer, scheme: Scheme) -> None:
             f"scheme {scheme.name} would fill the zeros of {model.sparsity.name}; use one that keeps them, such as "
             "int8, int4-g128, awq-int4-g32, fp8, mxfp4"
         )
+    if scheme.method in ("awq", "smoothquant"):
+        for block in model.blocks:
+            list(folds(block))
+
+
+def refuse_views(model: Transformer, error: type[MinillmError]) -> None:
+    """Raises `error` for a model whose matrices something else holds too, which would go on with the old ones."""
+    from ..compilation import CompiledTransformer  # both below this file in reading order
+    from ..moe_offload import OffloadedExperts
+
+    if isinstance(model, CompiledTransformer):
+        raise error("the model is compiled and keeps the matrices that it was compiled with; change it first")
+    if any(isinstance(module, OffloadedExperts) for module in model.modules()):
+        raise error("the model's experts are offloaded, and the device keeps copies; change it before offload_experts")
 
 
 # method -> (what it does to a block before rounding, how it rounds one matrix)
 METHODS = {
-    "gptq": (lambda block, found, scheme: None, lambda weight, found, scheme: gptq(weight, found.moments, scheme)),
+    "gptq": (
+        lambda block, found, scheme: None,
+        lambda weight, found, scheme: (
+            gptq(weight, found.moments, scheme) if found.tokens else quantize_weight(weight, scheme)
+        ),
+    ),
     "awq": (scale_block, lambda weight, found, scheme: clipped(weight, found.moments, scheme)),
     "smoothquant": (
         lambda block, found, scheme: smooth_block(block, found),
@@ -154,6 +177,8 @@ class _Job:
         for name, full in names.items():
             parent_name, _, attribute = name.rpartition(".")
             parent = block.get_submodule(parent_name)
+            if not found[name].tokens:
+                self.report.unseen.append(full)
             weight = choose(getattr(parent, attribute).weight, found[name], self.chosen[full])
             self.replace(parent, attribute, full, weight)
 

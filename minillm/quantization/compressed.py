@@ -26,6 +26,8 @@ FORMAT = {"int8": "int-quantized", "int4": "pack-quantized", "fp8": "float-quant
           "mxfp4": "mxfp4-pack-quantized", "nvfp4": "nvfp4-pack-quantized"}  # fmt: skip
 OWN = "minillm-packed"
 _FLOAT8 = {"fp8": torch.float8_e4m3fn, "fp8-e5m2": torch.float8_e5m2}
+_CODES = {"int8": torch.int8, **_FLOAT8}  # of the others uint8
+_SCALES = {"mxfp4": torch.uint8, "nvfp4": torch.float8_e4m3fn}  # of the others any float
 
 
 def tensors_of(weight: QuantizedWeight) -> dict[str, Tensor]:
@@ -58,37 +60,73 @@ def _stored_zero(weight: QuantizedWeight) -> Tensor:
 
 
 def weight_from(scheme: Scheme, shape: tuple[int, int], part: Mapping[str, Tensor], name: str) -> QuantizedWeight:
-    """The matrix that `tensors_of` took apart. Raises CheckpointError naming what is missing or misshapen."""
+    """The matrix that `tensors_of` took apart. Raises CheckpointError naming what is missing, misshapen or damaged."""
     key = "weight" if scheme.bits == 8 else "weight_packed"
-    for needed in (key, "weight_scale", *(["weight_global_scale"] if scheme.format == "nvfp4" else [])):
+    zero = [] if scheme.symmetric else ["weight_zero_point"]
+    whole = ["weight_global_scale"] if scheme.format == "nvfp4" else []
+    for needed in (key, "weight_scale", *zero, *whole):
         if needed not in part:
             raise CheckpointError(f"tensor {name}.{needed} is missing from the checkpoint; download the model again")
+    if not zero and "weight_zero_point" in part and part["weight_zero_point"].any():
+        raise CheckpointError(f"{name} has zero points, and its config says symmetric; download the config again")
     rows, columns = shape
-    packed, scale = part[key], part["weight_scale"]
-    zero = None if scheme.symmetric else _loaded_zero(scheme, part, rows, name)
-    if scheme.bits == 8 and not scheme.format.startswith("fp8") and not scheme.symmetric:
-        packed = (packed.short() + 128).to(torch.uint8)
+    if scheme.group and columns % scheme.group:
+        raise CheckpointError(
+            f"{name} has {columns} columns, which its config's groups of {scheme.group} do not divide"
+        )
+    packed = part[key]
     if scheme.format == "int4":
+        _check(f"{name}.{key}", packed, (rows, columns // 8), torch.int32)
         packed = packed.view(torch.uint8)
-    whole = 1 / part["weight_global_scale"].view(()) if scheme.format == "nvfp4" else None
-    _check(f"{name}.{key}", packed, (rows, columns * scheme.bits // 8))
-    _check(f"{name}.weight_scale", scale, scale_shape(scheme, shape))
-    if scheme.format in _FLOAT8 and packed.dtype != _FLOAT8[scheme.format]:
-        raise CheckpointError(f"tensor {name}.{key} is {packed.dtype}, its config says {scheme.format}")
-    if not (scale.is_floating_point() or scheme.format == "mxfp4") or not scale.float().isfinite().all():
+    _check(f"{name}.{key}", packed, (rows, columns * scheme.bits // 8), _CODES.get(scheme.format, torch.uint8))
+    if not _are_codes(scheme, packed):
+        raise CheckpointError(f"tensor {name}.{key} holds codes that {scheme.name} has not; download the model again")
+    if scheme.format == "int8" and not scheme.symmetric:
+        packed = (packed.short() + 128).to(torch.uint8)
+    scale = part["weight_scale"]
+    if scheme.granularity == "tensor" and scale.dim() < 2 and scale.numel() == 1:
+        scale = scale.view(1, 1)  # others write one number
+    _check(f"{name}.weight_scale", scale, scale_shape(scheme, shape), _SCALES.get(scheme.format))
+    found = [_loaded_zero(scheme, part["weight_zero_point"], rows, scale.shape[1], name) if zero else None]
+    found += [_global_scale(part["weight_global_scale"], name) if whole else None]
+    if not (nf.from_e8m0(scale) if scheme.format == "mxfp4" else scale.float()).isfinite().all():
         raise CheckpointError(f"tensor {name}.weight_scale holds no finite numbers; download the model again")
-    return QuantizedWeight(scheme, shape, packed, scale, zero, whole)
+    return QuantizedWeight(scheme, shape, packed, scale, *found)
 
 
-def _loaded_zero(scheme: Scheme, part: Mapping[str, Tensor], rows: int, name: str) -> Tensor:
-    if "weight_zero_point" not in part:
-        raise CheckpointError(f"tensor {name}.weight_zero_point is missing; download the model again")
-    zero = part["weight_zero_point"]
-    if zero.is_floating_point() or scheme.bits not in (4, 8):
+def _are_codes(scheme: Scheme, packed: Tensor) -> bool:
+    """False for float8 that is NaN or infinity, and for ternary's fourth code."""
+    if scheme.format == "ternary":
+        return not (packed & (packed >> 1) & 0b01010101).any()
+    if scheme.format in _FLOAT8:
+        least = {"fp8": 0x7F, "fp8-e5m2": 0x7C}[scheme.format]  # of the bits below the sign: all after this is none
+        return not ((packed.view(torch.uint8) & 0x7F) >= least).any()
+    return True
+
+
+def _loaded_zero(scheme: Scheme, zero: Tensor, rows: int, groups: int, name: str) -> Tensor:
+    name = f"{name}.weight_zero_point"
+    if zero.is_floating_point():
+        _check(name, zero, (rows, groups))
+        if not zero.isfinite().all():
+            raise CheckpointError(f"tensor {name} holds no finite numbers; download the model again")
         return zero
     if scheme.bits == 8:
+        _check(name, zero, (rows, groups), torch.int8)
         return (zero.short() + 128).to(torch.uint8)
-    return nf.unpack_codes(zero.t().contiguous().view(torch.uint8), 4).t()[:rows].contiguous()
+    if scheme.bits == 4:
+        _check(name, zero, (-(-rows // 8), groups), torch.int32)
+        return nf.unpack_codes(zero.t().contiguous().view(torch.uint8), 4).t()[:rows].contiguous()
+    _check(name, zero, (rows, groups), torch.uint8)
+    if (zero >= 2**scheme.bits).any():
+        raise CheckpointError(f"tensor {name} holds zero points beyond {scheme.bits} bits; download the model again")
+    return zero
+
+
+def _global_scale(stored: Tensor, name: str) -> Tensor:
+    if stored.numel() != 1 or not stored.is_floating_point() or not (stored.isfinite() & (stored > 0)).all():
+        raise CheckpointError(f"tensor {name}.weight_global_scale is no positive number; download the model again")
+    return 1 / stored.view(())
 
 
 def scale_shape(scheme: Scheme, shape: tuple[int, int]) -> tuple[int, int]:
@@ -98,9 +136,13 @@ def scale_shape(scheme: Scheme, shape: tuple[int, int]) -> tuple[int, int]:
     return rows, columns // (scheme.group or columns)
 
 
-def _check(name: str, tensor: Tensor, shape: tuple[int, int]) -> None:
+def _check(name: str, tensor: Tensor, shape: tuple[int, int], dtype: torch.dtype | None = None) -> None:
+    """dtype None: any that is floating."""
     if tuple(tensor.shape) != shape:
         raise CheckpointError(f"tensor {name} has shape {tuple(tensor.shape)}, its config says {shape}")
+    if tensor.dtype != dtype and (dtype is not None or not tensor.is_floating_point()):
+        wanted = "floating numbers" if dtype is None else str(dtype)
+        raise CheckpointError(f"tensor {name} is stored as {tensor.dtype}, its config asks for {wanted}")
 
 
 def config_group(scheme: Scheme, targets: list[str]) -> dict[str, Any]:
@@ -124,30 +166,37 @@ def config_group(scheme: Scheme, targets: list[str]) -> dict[str, Any]:
         "targets": targets,
         "weights": weights,
         "input_activations": inputs if scheme.dynamic else None,
-        "format": FORMAT.get(scheme.format, OWN) if not scheme.name.startswith("hqq") else OWN,
+        "format": FORMAT.get(scheme.format, OWN) if "hqq-" not in scheme.name else OWN,
         "minillm_scheme": scheme.format,
     }
 
 
 def scheme_of(group: Mapping[str, Any]) -> Scheme:
     """The Scheme that an entry of config_groups describes. Raises CheckpointError for one that minillm cannot read."""
-    weights = group.get("weights")
+    weights = group.get("weights") if isinstance(group, Mapping) else None
     if not isinstance(weights, Mapping):
         raise CheckpointError("a config group of quantization_config has no weights; minillm reads quantized weights")
-    bits, kind, strategy = (weights.get(name) for name in ("num_bits", "type", "strategy"))
-    size, symmetric = weights.get("group_size"), weights.get("symmetric", True) is not False
-    own = group.get("minillm_scheme")
+    bits, kind, strategy = (_plain(weights.get(name)) for name in ("num_bits", "type", "strategy"))
+    size, symmetric = weights.get("group_size"), weights.get("symmetric", True)
+    own = _plain(group.get("minillm_scheme"))
     form = own if own in (*FORMAT, "int3", "ternary") else {("int", 8): "int8", ("int", 4): "int4",
                                                             ("float", 8): "fp8"}.get((kind, bits))  # fmt: skip
     if own is None and (kind, bits) == ("float", 4):
         form = {16: "nvfp4", 32: "mxfp4"}.get(size)
-    if form is None or strategy not in ("group", "channel", "tensor", "block", "tensor_group"):
+    blocks = weights.get("block_structure") in (None, [FP8_BLOCK, FP8_BLOCK])
+    known = strategy in ("group", "channel", "tensor", "block", "tensor_group") and isinstance(symmetric, bool)
+    if form is None or not known or (strategy == "block" and not blocks):
         raise CheckpointError(f"quantized weights of {short(dict(weights), 120)} are not supported")
     granularity = strategy if form.startswith("fp8") else "channel"
     grouped = size if strategy in ("group", "tensor_group") and isinstance(size, int) and size > 0 else None
     name = form + (f"-g{grouped}" if grouped and form.startswith("int") else "") + ("" if symmetric else "-asym")
     dynamic = isinstance(group.get("input_activations"), Mapping) and form == "int8" and grouped is None
     return Scheme(name, form, group=grouped, symmetric=symmetric, dynamic=dynamic, granularity=granularity)
+
+
+def _plain(value: Any) -> Any:
+    """A value of JSON as a key of a table; None for what can be none."""
+    return value if isinstance(value, str | int) else None
 
 
 class CompressedTensors(Mapping):
@@ -166,7 +215,7 @@ class CompressedTensors(Mapping):
         if not isinstance(groups, Mapping) or not groups:
             raise CheckpointError("quantization_config has no config_groups; download the model again")
         self.files = files
-        self._groups = [(list(group.get("targets", [])), scheme_of(group)) for group in groups.values()]
+        self._groups = [(_targets(group), scheme_of(group)) for group in groups.values()]
         modules = [name.removesuffix(".weight_scale") for name in files if name.endswith(".weight_scale")]
         self._schemes = {module: self._scheme(module) for module in modules}
         hidden = {f"{module}.{suffix}" for module in modules for suffix in SUFFIXES}
@@ -176,7 +225,7 @@ class CompressedTensors(Mapping):
         named = (lambda t: t == module, lambda t: t[:3] == "re:" and re.match(t[3:], module), lambda t: t == "Linear")
         for fits in named:
             for targets, scheme in self._groups:
-                if any(fits(target) for target in targets if isinstance(target, str)):
+                if any(fits(target) for target in targets):
                     return scheme
         raise CheckpointError(f"{module} is quantized and no config group names it; download the model again")
 
@@ -199,14 +248,28 @@ class CompressedTensors(Mapping):
         scheme = self._schemes[module]
         stored = {suffix: f"{module}.{suffix}" for suffix in SUFFIXES}
         part = {suffix: self.files.raw(full) for suffix, full in stored.items() if full in self.files}
-        return weight_from(scheme, self._shape(scheme, part), part, module)
+        return weight_from(scheme, self._shape(scheme, part, module), part, module)
 
     @staticmethod
-    def _shape(scheme: Scheme, part: Mapping[str, Tensor]) -> tuple[int, int]:
-        if "weight_shape" in part:
-            rows, columns = part["weight_shape"].tolist()
-            return rows, columns
+    def _shape(scheme: Scheme, part: Mapping[str, Tensor], module: str) -> tuple[int, int]:
+        if (stated := part.get("weight_shape")) is not None:
+            if stated.shape != (2,) or stated.dtype not in (torch.int64, torch.int32) or stated.min() < 1:
+                raise CheckpointError(f"tensor {module}.weight_shape is not two sizes; download the model again")
+            return tuple(stated.tolist())
         stored = part.get("weight", part.get("weight_packed"))
         if stored is None or stored.dim() != 2:
             return (0, 0)  # weight_from says what is missing
         return stored.shape[0], stored.shape[1] * 8 // scheme.bits
+
+
+def _targets(group: Any) -> list[str]:
+    """Raises CheckpointError for what names no module, and for a pattern that is none."""
+    targets = group.get("targets") if isinstance(group, Mapping) else None
+    if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
+        raise CheckpointError("a config group of quantization_config has no list of targets; download the config again")
+    for target in targets:
+        try:
+            re.compile(target.removeprefix("re:") if target.startswith("re:") else "")
+        except re.error:
+            raise CheckpointError(f"target {short(repr(target))} of quantization_config is no pattern") from None
+    return targets

@@ -32,6 +32,7 @@ class QuantizedCache(ContiguousCache):
         blocks = -(-max_tokens // GROUP)
         self.paged = QuantizedPagedCache(config, blocks, GROUP, dtype, read_dtype, device, state_slots=SLOT)
         self.table = list(range(blocks))  # the null block too: one table is never padded
+        self.most_drafts = GROUP if dtype == "int4" else float("inf")
         self._view: PagedStep | None = None
         self._oldest = 0  # the first block whose tokens int4 still has in full precision
 

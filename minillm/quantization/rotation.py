@@ -48,6 +48,10 @@ def rotate_(model: Transformer, seed: int = 0) -> None:
         dense = isinstance(block.attention, Attention) and isinstance(block.mlp, SwiGLU)
         if not dense or not isinstance(block.mlp.down_proj, Linear):
             raise QuantizationError("only dense models with float32 matrices can be rotated; leave out hadamard-")
+    if (width := model.config.head_dim) & (width - 1):
+        raise QuantizationError(
+            f"heads of {width} numbers are no power of two, which rotating asks; leave out hadamard-"
+        )
     Q = rotation(model.config.hidden_size, seed)
     # the head may be the embedding itself; from here on they differ
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.data.clone(), requires_grad=False)

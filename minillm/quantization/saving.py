@@ -21,6 +21,7 @@ from ..tokenizer_export import save_tokenizer
 from ..transformer import Transformer
 from .compressed import config_group, tensors_of
 from .linear import QuantizedLinear
+from .scheme import FP8_BLOCK
 from .weight import QuantizedWeight
 
 
@@ -118,14 +119,28 @@ def stack(parts: list[QuantizedWeight]) -> QuantizedWeight:
     if len(parts) == 1:
         return parts[0]
     first, rows = parts[0], sum(p.shape[0] for p in parts)
-    shared = first.scale.shape[0] == 1 and first.shape[0] != 1
-    alike = all(p.scheme == first.scheme and _same(p.global_scale, first.global_scale) for p in parts)
-    if not alike or (shared and any(not torch.equal(p.scale, first.scale) for p in parts)):
+    if not all(p.scheme == first.scheme and _same(p.global_scale, first.global_scale) for p in parts):
         raise QuantizationError("matrices that share their input are quantized differently; they are multiplied as one")
+    of_blocks = first.scheme.format.startswith("fp8") and first.scheme.granularity == "block"
+    if of_blocks and any(p.shape[0] % FP8_BLOCK for p in parts[:-1]):
+        raise QuantizationError(
+            f"matrices that share their input are multiplied as one, and blocks of {FP8_BLOCK} rows do not end where "
+            f"one of {', '.join(str(p.shape[0]) for p in parts)} rows does"
+        )
+    shared = first.scheme.granularity == "tensor"
+    if shared and not all(torch.equal(p.scale, first.scale) for p in parts):
+        parts, shared = [_by_rows(p) for p in parts], False
+        first = parts[0]
     scale = first.scale if shared else torch.cat([p.scale for p in parts])
     zero = None if first.zero is None else torch.cat([p.zero for p in parts])
     packed = torch.cat([p.packed.view(torch.uint8) for p in parts]).view(first.packed.dtype)
     return replace(first, shape=(rows, first.shape[1]), packed=packed, scale=scale, zero=zero)
+
+
+def _by_rows(weight: QuantizedWeight) -> QuantizedWeight:
+    """The same numbers, the tensor's one scale written out for each row."""
+    scheme = replace(weight.scheme, granularity="channel")
+    return replace(weight, scheme=scheme, scale=weight.scale.expand(weight.shape[0], 1))
 
 
 def _same(a: Tensor | None, b: Tensor | None) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..errors import SparsityError
 from ..layers import Linear
-from ..quantization.apply import HEAD, linear_layers
+from ..quantization.apply import HEAD, linear_layers, refuse_views
 from ..quantization.calibration import InputStatistics, for_each_block
 from ..quantization.linear import QuantizedLinear
 from ..transformer import Transformer
@@ -101,6 +101,7 @@ def _chosen(model: Transformer, wanted: Sparsity, blocks: Sequence[int] | None) 
             raise SparsityError(f"{name} is quantized; sparsify first, then quantize: zero is a code in every format")
         if isinstance(layer, SparseLinear):
             raise SparsityError(f"{name} is packed 2:4 already; load the model again to sparsify it otherwise")
+    refuse_views(model, SparsityError)
     count = len(model.blocks)
     if blocks is not None and (wrong := [i for i in blocks if i not in range(count)]):
         raise SparsityError(f"there is no block {wrong[0]}; the model has blocks 0 to {count - 1}")
@@ -141,6 +142,7 @@ def pack_(model: Transformer) -> int:
     For a GPU with sparse tensor cores, or to keep a model in less memory: on a CPU it runs slower so.
     Raises SparsityError.
     """
+    refuse_views(model, SparsityError)
     layers = [found for found in linear_layers(model) if found[2] != HEAD]
     if not layers:
         raise SparsityError("there is no Linear to pack; load the model with dtype float32 and sparsify it first")

@@ -6,10 +6,12 @@ and blocks. Rejected drafts leave keys behind in slots that no later step reads 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
+from ..errors import short
 from ..request import Request
 from ..sampling import SampledToken, SamplingState
 from ..step_plan import SchedulerOutput
@@ -32,6 +34,7 @@ class BatchSpeculation:
         """`most` bounds the drafts of a step, where a cache cannot take more back."""
         self.speculator, self.max_sequence, self.most = speculator, max_sequence, most
         self.vocab_size, self.eos_ids = vocab_size, tuple(eos_ids)
+        self.failed: str | None = None  # why there are no drafts any more
         self._proposals: dict[Request, Proposal] = {}
 
     @property
@@ -39,12 +42,24 @@ class BatchSpeculation:
         return self.speculator.stats
 
     def draft(self, running: Sequence[Request]) -> None:
-        """Guesses for each that decodes."""
+        """Guesses for each that decodes. They are never needed: if the proposer fails, it is given up with a warning,
+        and decoding goes on without it. An interrupt is passed on, and the next call begins anew."""
         for request in running:
             request.drafts = ()
+        if self.failed is not None:
+            return
         decoding = [r for r in running if r.num_tokens - r.num_computed == 1 and r.width == 1]
         contexts = [self._context(request, len(decoding)) for request in decoding]
-        proposals = self.speculator.propose(contexts)
+        try:
+            proposals = self.speculator.propose(contexts)
+        except BaseException as error:
+            for request in decoding:
+                self.speculator.proposer.forget(request)  # what it holds may be half of a step
+            if not isinstance(error, Exception):
+                raise
+            self.failed = f"{type(error).__name__}: {short(error, 160)}"
+            warnings.warn(f"drafting failed ({self.failed}); going on without speculation", stacklevel=2)
+            return
         self._proposals = dict(zip(decoding, proposals, strict=True))
         for request, proposal in self._proposals.items():
             request.drafts = tuple(proposal.tokens)

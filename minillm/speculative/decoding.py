@@ -32,6 +32,8 @@ class SpeculativeDecoder:
             raise RequestError(
                 f"a {type(cache).__name__} cannot forget rejected drafts; speculate with ContiguousCache"
             )
+        if speculator.config.tree and not hasattr(cache, "storage"):
+            raise RequestError("a tree of drafts needs a cache that is not quantized; draft chains, or use float32")
         self.model, self.params, self.cache, self.chunk, self.sequence = model, params, cache, chunk, sequence
         self.prompt, self.output, self.speculator = list(ids), [], speculator
         self.vocab_size, self.eos_ids = min(model.config.vocab_size, tokenizer.vocab_size), tokenizer.eos_ids
@@ -74,7 +76,7 @@ class SpeculativeDecoder:
         known = len(self.prompt) + len(self.output)
         limit = min(self.model.config.max_position_embeddings, self.cache.max_tokens)
         left = limit if self.params.max_tokens is None else self.params.max_tokens - len(self.output) - 1
-        return max(0, min(limit - known, left))
+        return max(0, min(limit - known, left, self.cache.most_drafts))
 
     def _context(self, count: int) -> Context:
         return Context(self, self.prompt, self.output, self.params, count, self.sequence)

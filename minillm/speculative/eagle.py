@@ -94,6 +94,8 @@ def train_eagle(
     texts = [list(text) for text in texts if len(text) > 2]
     if not texts:
         raise EngineError("no text has three tokens or more, and the head learns from what follows; give longer ones")
+    if wrong := [i for text in texts for i in text if not 0 <= i < len(head.target.embedding)]:
+        raise EngineError(f"token {wrong[0]} is outside the target's vocabulary; encode with its own tokenizer")
     hidden = [features(head.target, text).clone() for text in texts]
     generator = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW([p for p in head.parameters() if p.requires_grad], learning_rate, weight_decay=0.01)

@@ -48,6 +48,8 @@ class SpeculativeConfig:
         for name in ("adaptive", "sampled"):
             if not isinstance(getattr(self, name), bool):
                 raise EngineError(f"{name} is {short(repr(getattr(self, name)))}; it must be True or False")
+        if not isinstance(self.tree, list | tuple):
+            raise EngineError(f"tree is {short(repr(self.tree))}; give children a node, level by level, such as (4, 2)")
         object.__setattr__(self, "tree", tuple(self.tree))
         for width in self.tree:
             _whole("tree", width, 1, MOST)
@@ -74,6 +76,14 @@ def parse(text: str, draft: str | None = None) -> SpeculativeConfig:
     method, *numbers = text.split(":")
     if not all(n.isdecimal() for n in numbers) or len(numbers) > 1 + (method == "early_exit"):
         raise EngineError(f"speculation {short(text)!r} is not METHOD or METHOD:K, such as ngram:5 or early_exit:8:3")
+    if method == "eagle":
+        raise EngineError(
+            "method eagle takes a head trained in Python (speculative.eagle); here ngram, draft, early_exit"
+        )
+    if method == "early_exit" and not numbers:
+        raise EngineError(
+            "early_exit needs the number of layers that draft; write early_exit:LAYERS, such as early_exit:8"
+        )
     values = [int(n) for n in numbers]
     options: dict[str, Any] = {"method": method}
     if method == "early_exit" and values:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from .. import checkpoint
 from ..errors import EngineError
+from ..sampling import SamplingError
 from ..tokenizer import Tokenizer
 from ..transformer import Transformer
 from .draft_model import DraftModel, first_layers
@@ -42,7 +43,10 @@ class Speculator:
         if not asked:
             return [NOTHING] * len(contexts)
         started = time.perf_counter()
-        found = iter(self.proposer.propose(asked))
+        try:
+            found = iter(self.proposer.propose(asked))
+        except SamplingError as error:
+            raise EngineError(f"the draft cannot be sampled from: {error}; or speculate without it") from None
         proposals = [next(found) if context.count > 0 else NOTHING for context in contexts]
         self.price.observe_drafts(time.perf_counter() - started, sum(len(p.tokens) for p in proposals))
         return proposals
@@ -63,14 +67,29 @@ def make_speculator(
     config: SpeculativeConfig | Speculator, model: Transformer, tokenizer: Tokenizer, engine: bool = False
 ) -> Speculator:
     """For this target. Raises EngineError for a target or a draft with which it cannot work, before anything runs."""
-    if isinstance(config, Speculator):
-        return config
+    made = config if isinstance(config, Speculator) else None
+    config = config if made is None else made.config
     if not isinstance(config, SpeculativeConfig):
         raise EngineError(f"speculative is a {type(config).__name__}; give a SpeculativeConfig")
     refuse_states(model, "the target")
     if engine and (config.tree or config.method == "eagle"):
         raise EngineError("the engine verifies chains of ngram, draft or early_exit; trees and eagle go with generate")
-    return Speculator(config, _proposer(config, model, tokenizer))
+    if made is None:
+        return Speculator(config, _proposer(config, model, tokenizer))
+    _check_target(made.proposer, model, tokenizer)
+    return made
+
+
+def _check_target(proposer: Proposer, model: Transformer, tokenizer: Tokenizer) -> None:
+    """That a proposer, made before, was made for this target, or for one of its vocabulary."""
+    if isinstance(proposer, EagleProposer):
+        _eagle(proposer.head, model)
+    vocab_size = min(model.config.vocab_size, tokenizer.vocab_size)
+    if isinstance(proposer, DraftModel | EagleProposer) and proposer.vocab_size != vocab_size:
+        raise EngineError(
+            f"the speculator is for a vocabulary of {proposer.vocab_size} tokens and the target has {vocab_size}; "
+            "make one for this target"
+        )
 
 
 def refuse_states(model: Transformer, who: str) -> None:
