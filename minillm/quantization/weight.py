@@ -82,7 +82,8 @@ class QuantizedWeight:
 
     def map_rows(self, change: Callable[[Tensor], Tensor], rows: int) -> QuantizedWeight:
         """The same change of rows to everything that has rows, such as a slice: how a stacked matrix is taken apart."""
-        if self.scale.shape[0] not in (1, self.shape[0]):
+        of_blocks = self.scheme.format.startswith("fp8") and self.scheme.granularity == "block"
+        if of_blocks or self.scale.shape[0] not in (1, self.shape[0]):
             raise QuantizationError(f"scheme {self.scheme.name}: a block of 128 rows cannot be taken apart by rows")
         scale = change(self.scale) if self.scale.shape[0] > 1 or self.shape[0] == 1 else self.scale
         zero = None if self.zero is None else change(self.zero)

@@ -152,6 +152,8 @@ def test_blocks_are_stacked_where_they_meet_and_refused_where_not():
     even = [torch.randn(rows, 160, generator=generator) for rows in (256, 128, 96)]
     parts = [quantize_weight(weight, parse("fp8-block")) for weight in even]
     assert torch.equal(stack(parts).dequantize(), torch.cat([part.dequantize() for part in parts]))
+    with pytest.raises(ValueError, match="cannot be taken apart"):  # not even one block: no file could say so
+        parts[2].map_rows(lambda tensor: tensor[:32], 32)
     for first in (96, 192):
         with pytest.raises(ValueError, match="blocks of 128 rows do not end where"):
             stack([quantize_weight(torch.randn(rows, 160), parse("fp8-block")) for rows in (first, 64)])
