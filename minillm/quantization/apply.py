@@ -92,7 +92,7 @@ def quantize_(
     if scheme.needs_calibration and calibration is None:
         raise QuantizationError(f"scheme {scheme.name!r} looks at activations; give calibration tokens")
     if any(isinstance(layer, QuantizedLinear) for layer in model.modules()):
-        raise QuantizationError("the model is quantized already; load it again to quantize it otherwise")
+        raise QuantizationError("the model is quantized already; leave quantizing out, or load full-precision weights")
     _check_model(model, scheme)
     wanted = {name: head_scheme if name == HEAD else scheme for *_, name, _ in linear_layers(model)}
     chosen = {

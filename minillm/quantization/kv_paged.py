@@ -2,7 +2,8 @@
 found again with its scales.
 
 Whoever attends reads what is stored, its own token included, so a token's key is one number for every later query,
-whatever chunk it came in: chunked = whole, batched = alone and hit = miss hold as in a cache that rounds nothing.
+whatever chunk it came in: chunked = whole, batched = alone and hit = miss hold as in a cache that rounds nothing. Steps
+of other numbers of rows add in another order, which may turn a code that lies between two; in exact mode nothing turns.
 """
 
 from __future__ import annotations
