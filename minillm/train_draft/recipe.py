@@ -12,7 +12,7 @@ from typing import Any
 from ..config import ModelConfig
 from ..errors import RequestError, short
 
-MINUTES = 50.0  # that the recipe as it stands takes on two quiet cores; `scaled` reckons from here
+MINUTES = 40.0  # that the recipe as it stands takes on two quiet cores; `scaled` reckons from here
 
 
 @dataclass(frozen=True)
