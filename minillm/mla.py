@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from .attention import naive_attention
 from .config import ModelConfig
 from .layers import Linear, RMSNorm, apply_rotary, region
+from .packing import as_float
 
 LATENT_NORM_EPS = 1e-6  # of the two inner norms, whatever the config's rms_norm_eps: so the published code has it
 
@@ -182,6 +183,12 @@ def paired_halves(weight: Tensor, heads: int, rope: int) -> Tensor:
     return torch.cat([first, last[:, 0::2], last[:, 1::2]], dim=1).reshape(weight.shape)
 
 
+def interleaved(weight: Tensor, heads: int, rope: int) -> Tensor:
+    """What paired_halves was given: each head's last P rows as 0 P/2 1 P/2 + 1 …"""
+    first, last = weight.view(heads, -1, *weight.shape[1:]).tensor_split([weight.shape[0] // heads - rope], dim=1)
+    return torch.cat([first, last.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)], dim=1).reshape(weight.shape)
+
+
 def latent_attention(config: ModelConfig, layer: int, taken, make_linear) -> LatentAttention:
     """The layer from tensors with Hugging Face's names; `taken` and `make_linear` as in transformer.py."""
     c, prefix = config, f"model.layers.{layer}.self_attn."
@@ -191,7 +198,8 @@ def latent_attention(config: ModelConfig, layer: int, taken, make_linear) -> Lat
     def linear(name: str, rows: int, columns: int, bias: bool = False, turned: int = 0) -> nn.Module:
         """`turned` is the number of heads in its rows that the rotary embedding turns."""
         order = (lambda t: paired_halves(t, turned, rope)) if turned and c.rope_interleave else (lambda t: t)
-        weight = order(taken(f"{prefix}{name}.weight", (rows, columns)))
+        weight = taken(f"{prefix}{name}.weight", (rows, columns))
+        weight = order(weight) if isinstance(weight, Tensor) else weight.map_rows(order, rows)
         return make_linear([weight], order(taken(f"{prefix}{name}.bias", (rows,))) if bias else None)
 
     def norm(name: str, size: int) -> RMSNorm:
@@ -205,7 +213,7 @@ def latent_attention(config: ModelConfig, layer: int, taken, make_linear) -> Lat
             norm("q_a_layernorm", c.q_lora_rank),
             linear("q_b_proj", query, c.q_lora_rank, turned=heads),
         )
-    kv_b = taken(f"{prefix}kv_b_proj.weight", (heads * (c.qk_nope_head_dim + c.v_head_dim), latent))
+    kv_b = as_float(taken(f"{prefix}kv_b_proj.weight", (heads * (c.qk_nope_head_dim + c.v_head_dim), latent)))
     return LatentAttention(
         c,
         layer,

@@ -17,7 +17,7 @@ from .moe import Expert, ExpertLayer, SharedExpert
 from .moe_router import Gate, Router, RouterSettings
 from .packing import as_float
 
-_NAMES = {"block_sparse_moe": ("w1", "w3", "w2"), "mlp": ("gate_proj", "up_proj", "down_proj")}
+NAMES = {"block_sparse_moe": ("w1", "w3", "w2"), "mlp": ("gate_proj", "up_proj", "down_proj")}
 
 
 def experts_from(config: ModelConfig, layer: int, taken: Callable, make_linear: Callable) -> ExpertLayer:
@@ -51,7 +51,7 @@ class _Source:
     def experts(self) -> list[Expert]:
         if self.taken.has(f"{self.prefix}experts.gate_up_proj"):
             return self._fused()
-        names = _NAMES[self.home]
+        names = NAMES[self.home]
         width = self.config.moe_intermediate_size
         return [self._expert(f"experts.{e}.", names, width) for e in range(self.config.num_experts)]
 
@@ -74,6 +74,6 @@ class _Source:
         if not width:
             return None
         if not self.config.shared_expert_intermediate_size:
-            return SharedExpert(self._expert("shared_experts.", _NAMES["mlp"], width))
+            return SharedExpert(self._expert("shared_experts.", NAMES["mlp"], width))
         gate = self.taken(f"{self.prefix}shared_expert_gate.weight", (1, self.config.hidden_size))
-        return SharedExpert(self._expert("shared_expert.", _NAMES["mlp"], width), Gate(as_float(gate)))
+        return SharedExpert(self._expert("shared_expert.", NAMES["mlp"], width), Gate(as_float(gate)))

@@ -71,7 +71,8 @@ def stack_rows(parts: list[Weight]) -> Weight:
 
 
 def as_float(weight: Weight) -> Tensor:
-    return weight.dequantize() if isinstance(weight, GroupedInt4) else weight
+    """Its numbers. Takes a matrix of any kind that can say them (`dequantize`)."""
+    return weight if isinstance(weight, Tensor) else weight.dequantize()
 
 
 class Float32:

@@ -56,7 +56,7 @@ def _stored_zero(weight: QuantizedWeight) -> Tensor:
     if weight.scheme.bits == 8:
         return (zero.short() - 128).to(torch.int8)
     rows = torch.nn.functional.pad(zero, (0, 0, 0, -len(zero) % 8))
-    return nf.pack_codes(rows.t().contiguous(), 4).view(torch.int32).t()
+    return nf.pack_codes(rows.t().flatten(), 4).view(torch.int32).view(zero.shape[1], -1).t()
 
 
 def weight_from(scheme: Scheme, shape: tuple[int, int], part: Mapping[str, Tensor], name: str) -> QuantizedWeight:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,106 +12,65 @@ import torch
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from ..attention import Attention
 from ..errors import QuantizationError
-from ..layers import Linear, SwiGLU
+from ..layers import Linear
 from ..storage import write_atomically
 from ..tokenizer import Tokenizer
 from ..tokenizer_export import save_tokenizer
 from ..transformer import Transformer
 from .compressed import config_group, tensors_of
 from .linear import QuantizedLinear
+from .parts import named_parts
 from .scheme import FP8_BLOCK
 from .weight import QuantizedWeight
+
+ROUTER = (".gate.weight", ".e_score_correction_bias")
 
 
 def save_quantized(
     model: Transformer, folder: str | Path, tokenizer: Tokenizer | None = None, dtype: torch.dtype = torch.float32
 ) -> int:
-    """Writes a dense model that quantize_ has changed; returns the bytes of its weights.
+    """Writes a model that quantize_ has changed; returns the bytes of its weights.
 
-    dtype: of embedding, norms and biases, which stay unquantized; float32 reloads bit for bit.
-    Raises QuantizationError for a model that is not quantized, or one whose matrices cannot be told apart by rows.
+    dtype: of embedding, norms, biases and what else stays unquantized, routers excepted, which stay as they are;
+    float32 reloads bit for bit. Raises QuantizationError for a model that is not quantized, one whose matrices cannot
+    be told apart by rows, or one with layers that have no names in such files.
     """
     folder = Path(folder)
-    tensors, schemes = {"model.embed_tokens.weight": model.embedding.data.to(dtype)}, {}
+    tensors, schemes, whole = {"model.embed_tokens.weight": model.embedding.data.to(dtype)}, {}, []
     for name, layer in named_parts(model):
         if isinstance(layer, QuantizedWeight):
             schemes.setdefault(replace(layer.scheme, method="rtn", rotate=False), []).append(name)
             tensors |= {f"{name}.{suffix}": tensor for suffix, tensor in tensors_of(layer).items()}
         else:
-            tensors[name] = layer.to(dtype)
+            tensors[name] = layer if name.endswith(ROUTER) else layer.to(dtype)
+            whole += [name.removesuffix(".weight")] if layer.dim() == 2 else []
     if not schemes:
         raise QuantizationError("the model is not quantized; call quantize_(model, scheme) first")
-    whole = {name: t.clone(memory_format=torch.contiguous_format) for name, t in tensors.items()}  # none shares memory
-    data = save(whole, {"format": "pt"})
+    apart = {name: t.clone(memory_format=torch.contiguous_format) for name, t in tensors.items()}  # none shares memory
+    data = save(apart, {"format": "pt"})
     write_atomically(folder / "model.safetensors", lambda file: file.write(data))
     if tokenizer is not None:
         save_tokenizer(tokenizer, folder)
-    config = json.dumps(_config(model, schemes), indent=2).encode()
+    config = json.dumps(_config(model, schemes, whole), indent=2).encode()
     write_atomically(folder / "config.json", lambda file: file.write(config))  # last: without it nothing is loaded
     return sum(t.nbytes for t in tensors.values())
 
 
-def _config(model: Transformer, schemes: dict) -> dict[str, Any]:
-    """The model's own config, with what was quantized how. A head of its own format is no longer the embedding."""
+def _config(model: Transformer, schemes: dict, whole: list[str]) -> dict[str, Any]:
+    """The model's own config, with what was quantized how, and in `ignore` the matrices that were not. A head of its
+    own format is no longer the embedding."""
     groups = [config_group(scheme, sorted(names)) for scheme, names in schemes.items()]
     untied = any("lm_head" in names for names in schemes.values())
     quantization = {
         "quant_method": "compressed-tensors",
         "format": groups[0]["format"] if len({g["format"] for g in groups}) == 1 else "mixed-precision",
         "config_groups": {f"group_{i}": group for i, group in enumerate(groups)},
-        "ignore": [] if untied else ["lm_head"],
+        "ignore": [*whole, *([] if untied or "lm_head" in whole else ["lm_head"])],
     }
     raw = {k: v for k, v in model.config.raw.items() if k != "quantization_config"}
     tied = model.config.tie_word_embeddings and not untied
     return raw | {"tie_word_embeddings": tied, "quantization_config": quantization}
-
-
-def named_parts(model: Transformer) -> Iterator[tuple[str, QuantizedWeight | Tensor]]:
-    """(Hugging Face's name, tensor or quantized matrix) of everything but the embedding; stacked matrices taken apart.
-
-    A QuantizedWeight goes by its module's name, a plain tensor by its own.
-    """
-    c = model.config
-    for i, block in enumerate(model.blocks):
-        if not isinstance(block.attention, Attention) or not isinstance(block.mlp, SwiGLU):
-            raise QuantizationError("dense models alone can be saved quantized so far; this one has other layers")
-        at, mlp, prefix = block.attention, block.mlp, f"model.layers.{i}."
-        queries, keys = at.heads * at.head_dim, at.kv_heads * at.head_dim
-        rows = {"self_attn.q_proj": queries, "self_attn.k_proj": keys, "self_attn.v_proj": keys}
-        yield from _parts(at.qkv_proj, prefix, rows)
-        yield from _parts(at.o_proj, prefix, {"self_attn.o_proj": c.hidden_size})
-        half = c.intermediate_size
-        yield from _parts(mlp.gate_up_proj, prefix, {"mlp.gate_proj": half, "mlp.up_proj": half})
-        yield from _parts(mlp.down_proj, prefix, {"mlp.down_proj": c.hidden_size})
-        norms = {"input_layernorm": block.attn_norm, "post_attention_layernorm": block.ffn_norm,
-                 "self_attn.q_norm": at.q_norm, "self_attn.k_norm": at.k_norm}  # fmt: skip
-        for name, norm in norms.items():
-            if norm is not None:
-                yield f"{prefix}{name}.weight", norm.weight.data
-    yield "model.norm.weight", model.final_norm.weight.data
-    if isinstance(model.lm_head, QuantizedLinear) or not c.tie_word_embeddings:
-        yield from _parts(model.lm_head, "", {"lm_head": c.vocab_size})
-
-
-def _parts(layer: nn.Module, prefix: str, rows: dict[str, int]) -> Iterator[tuple[str, QuantizedWeight | Tensor]]:
-    if not isinstance(layer, QuantizedLinear | Linear):
-        raise QuantizationError(f"{prefix}{next(iter(rows))} is packed for this CPU; quantize a float32 model")
-    first = 0
-    for name, count in rows.items():
-        cut = _rows(first, first + count)
-        if isinstance(layer, QuantizedLinear):
-            yield prefix + name, layer.weight if len(rows) == 1 else layer.weight.map_rows(cut, count)
-        else:
-            yield f"{prefix}{name}.weight", cut(layer.weight.data)
-        if layer.bias is not None:
-            yield f"{prefix}{name}.bias", cut(layer.bias.data)
-        first += count
-
-
-def _rows(first: int, last: int) -> Callable[[Tensor], Tensor]:
-    return lambda tensor: tensor[first:last]
 
 
 def stack(parts: list[QuantizedWeight]) -> QuantizedWeight:

@@ -81,13 +81,20 @@ class QuantizedWeight:
         return (codes * scale[..., None]).view(rows, columns)
 
     def map_rows(self, change: Callable[[Tensor], Tensor], rows: int) -> QuantizedWeight:
-        """The same change of rows to everything that has rows, such as a slice: how a stacked matrix is taken apart."""
+        """The same change of rows to everything that has rows: a slice takes a stacked matrix apart, an order of rows
+        turns one file's layout into another's."""
         of_blocks = self.scheme.format.startswith("fp8") and self.scheme.granularity == "block"
         if of_blocks or self.scale.shape[0] not in (1, self.shape[0]):
             raise QuantizationError(f"scheme {self.scheme.name}: a block of 128 rows cannot be taken apart by rows")
-        scale = change(self.scale) if self.scale.shape[0] > 1 or self.shape[0] == 1 else self.scale
+        scale = _bytewise(change, self.scale) if self.scale.shape[0] > 1 or self.shape[0] == 1 else self.scale
         zero = None if self.zero is None else change(self.zero)
-        return replace(self, shape=(rows, self.shape[1]), packed=change(self.packed), scale=scale, zero=zero)
+        packed = _bytewise(change, self.packed)
+        return replace(self, shape=(rows, self.shape[1]), packed=packed, scale=scale, zero=zero)
+
+
+def _bytewise(change: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
+    """torch joins and indexes bytes, but no float8."""
+    return change(tensor) if tensor.dtype.itemsize > 1 else change(tensor.view(torch.uint8)).view(tensor.dtype)
 
 
 def middle_of(scheme: Scheme) -> int | None:
