@@ -14,6 +14,7 @@ from .backend import choose, with_backend
 from .config import ModelConfig
 from .errors import CheckpointError, ConfigError, QuantizationError, short
 from .fetch import DRAFT_FOLDER, default_model_path, locate
+from .fp8_checkpoint import FP8Blocks
 from .gguf_file import GGUFFile
 from .packing import linear_maker
 from .storage import cache_dir
@@ -88,7 +89,10 @@ def _build(config: ModelConfig, tensors: Mapping, dtype: str, device: str, where
     if dtype not in DTYPES:
         raise CheckpointError(f"dtype {dtype!r} is not known; choose one of {', '.join(DTYPES)}")
     on_cpu = torch.device(device).type == "cpu"
-    if config.raw.get("quantization_config") is not None:
+    quantization = config.raw.get("quantization_config")
+    if isinstance(quantization, Mapping) and quantization.get("quant_method") == "fp8":
+        tensors = _fp8_blocks(tensors, quantization, where)
+    elif quantization is not None:
         return _build_quantized(config, tensors, dtype, on_cpu, where)
     keeps_codes = isinstance(tensors, GGUFFile) and tensors.keep_int4
     make_linear, layout = linear_maker(dtype if on_cpu else "float32", keeps_codes)
@@ -101,6 +105,13 @@ def _build(config: ModelConfig, tensors: Mapping, dtype: str, device: str, where
         target = {"auto": torch.bfloat16}.get(dtype) or getattr(torch, dtype)
         model, model.layout = model.place(device, target), str(target).removeprefix("torch.")
     return model
+
+
+def _fp8_blocks(tensors: Mapping, quantization: Mapping, where: Path) -> Mapping:
+    try:
+        return FP8Blocks(tensors, quantization)
+    except CheckpointError as error:
+        raise CheckpointError(f"{where}: {error}") from None
 
 
 def _build_quantized(config: ModelConfig, tensors: Mapping, dtype: str, on_cpu: bool, where: Path) -> Transformer:

@@ -210,7 +210,7 @@ class CompressedTensors(Mapping):
             raise CheckpointError("quantization_config is not an object; download the config again")
         if quantization.get("quant_method") != "compressed-tensors":
             method = short(repr(quantization.get("quant_method")))
-            raise CheckpointError(f"quant_method {method} is not supported; minillm reads compressed-tensors")
+            raise CheckpointError(f"quant_method {method} is not supported; minillm reads compressed-tensors and fp8")
         groups = quantization.get("config_groups")
         if not isinstance(groups, Mapping) or not groups:
             raise CheckpointError("quantization_config has no config_groups; download the model again")
