@@ -32,17 +32,23 @@ def load(
     device: str = "cpu",
     backend: str = "auto",
     compile: bool = False,
+    offload_experts: int | None = None,
 ) -> tuple[Transformer, Tokenizer]:
     """Model and tokenizer from a .gguf file, a model folder or a hub name; None is the default model.
 
     dtype "float32" computes exactly what the file says and is what the equality tests use. "float16" and "bfloat16"
     store matrices so; "auto" takes the fastest layouts measured on this machine (see packing.py). `backend` is
     "triton", "torch" or "auto" (see backend.py). `compile` runs its small operators as compiled code (compilation.py):
-    seconds to minutes the first time, and from the cache folder after that.
+    seconds to minutes the first time, and from the cache folder after that. `offload_experts` keeps so many experts on
+    the device and the others in host memory (moe_offload.py), in float32 on a CPU unless `dtype` says otherwise.
     Raises CheckpointError, ConfigError, FetchError or TokenizerError, each naming the file; EngineError or KernelError
-    for a backend that cannot run here, CompilationError for what cannot be compiled.
+    for a backend that cannot run here or a model without experts to offload, CompilationError for what cannot be
+    compiled.
     """
     choose(backend, device)  # before anything is fetched
+    if offload_experts is not None:
+        model, tokenizer = _offloaded(source, dtype, device, offload_experts)
+        return _compiled(with_backend(model, backend), compile), tokenizer
     path = locate(source)
     if path.is_file():
         file = GGUFFile(path, keep_int4=dtype == "auto" and device == "cpu")
@@ -68,6 +74,24 @@ def _tokenizer(folder: Path) -> Tokenizer:
         raise CheckpointError(f"{folder}: tokenizer_from is {short(repr(shared))}; it must be a model's name")
     path = locate(shared)
     return Tokenizer.from_gguf(GGUFFile(path).fields) if path.is_file() else Tokenizer.from_file(path)
+
+
+def _offloaded(source: str | Path | None, dtype: str, device: str, resident: int) -> tuple[Transformer, Tokenizer]:
+    """The experts stay where they were read, so that a device is never asked to hold them all."""
+    from .moe_offload import offload_experts
+
+    on_cpu = torch.device(device).type == "cpu"
+    model, tokenizer = load(source, "float32" if dtype == "auto" or not on_cpu else dtype, "cpu", "torch")
+    offload_experts(model, resident, device)
+    return (model if on_cpu else _placed(model, dtype, device)), tokenizer
+
+
+def _placed(model: Transformer, dtype: str, device: str) -> Transformer:
+    """On a GPU, which multiplies 16-bit matrices as they are."""
+    target = {"auto": torch.bfloat16}.get(dtype) or getattr(torch, dtype)
+    model = model.place(device, target)
+    model.layout = str(target).removeprefix("torch.")
+    return model
 
 
 def _compiled(model: Transformer, wanted: bool) -> Transformer:
@@ -101,10 +125,7 @@ def _build(config: ModelConfig, tensors: Mapping, dtype: str, device: str, where
     except (CheckpointError, ConfigError) as error:
         raise type(error)(f"{where}: {error}") from None
     model.layout = layout
-    if not on_cpu:  # a GPU multiplies 16-bit matrices as they are
-        target = {"auto": torch.bfloat16}.get(dtype) or getattr(torch, dtype)
-        model, model.layout = model.place(device, target), str(target).removeprefix("torch.")
-    return model
+    return model if on_cpu else _placed(model, dtype, device)
 
 
 def _fp8_blocks(tensors: Mapping, quantization: Mapping, where: Path) -> Mapping:

@@ -128,12 +128,13 @@ class ExpertLayer(nn.Module):
 
 def loop(x: Tensor, routing: Routing, experts: nn.Module) -> Tensor:
     """For each expert: its tokens, through it, times their weights, added where they came from."""
+    rows = [(routing.experts == e).nonzero(as_tuple=True) for e in range(len(experts))]
+    chosen = [e for e, (token, _) in enumerate(rows) if len(token)]
+    found = {e: experts[e](x[rows[e][0]]) for e in visits(experts, chosen)}
     out = torch.zeros_like(x)
-    for e in range(len(experts)):
-        token, choice = (routing.experts == e).nonzero(as_tuple=True)
-        if len(token):
-            y = experts[e](x[token]) * routing.weights[token, choice, None]
-            out.index_add_(0, token, y.to(x.dtype))
+    for e in chosen:  # a token's sum has one order, whoever was visited first
+        token, choice = rows[e]
+        out.index_add_(0, token, (found[e] * routing.weights[token, choice, None]).to(x.dtype))
     return out
 
 
@@ -143,20 +144,25 @@ def grouped(x: Tensor, routing: Routing, experts: nn.Module) -> Tensor:
     order, counts = sorted_pairs(routing.experts, len(experts))
     rows = x[order // k]  # (T · k, d), expert by expert
     parts = rows.split([*counts, tokens * k - sum(counts)])  # the last: what was dropped
-    found = [experts[e](part) if len(part) else part for e, part in enumerate(parts[:-1])]
+    chosen = [e for e, count in enumerate(counts) if count]
+    found = {e: experts[e](parts[e]) for e in visits(experts, chosen)}
     y = torch.empty_like(rows)
-    y[order] = torch.cat([*found, torch.zeros_like(parts[-1])])
+    y[order] = torch.cat([*(found[e] for e in chosen), torch.zeros_like(parts[-1])])
     return combine(y.view(tokens, k, x.shape[-1]), routing.weights)
 
 
 def fixed(x: Tensor, routing: Routing, experts: nn.Module) -> Tensor:
     """Each chosen expert on all of x, so that it always sees one shape and a token in one place."""
     y = x.new_zeros((*routing.experts.shape, x.shape[-1]))  # (T, k, d)
-    for e in routing.experts.unique().tolist():
-        if e != DROPPED:
-            mine = routing.experts == e
-            y[mine] = experts[e](x)[mine.any(1)]
+    for e in visits(experts, [e for e in routing.experts.unique().tolist() if e != DROPPED]):
+        mine = routing.experts == e
+        y[mine] = experts[e](x)[mine.any(1)]
     return combine(y, routing.weights)
+
+
+def visits(experts: nn.Module, chosen: list[int]) -> list[int]:
+    """The chosen experts in the order to compute them in: of offloaded ones, those on the device first."""
+    return experts.order(chosen) if hasattr(experts, "order") else chosen
 
 
 def combine(y: Tensor, weights: Tensor) -> Tensor:

@@ -16,9 +16,10 @@ from minillm import moe_measure, moe_router
 from minillm.analysis import distinct_experts
 from minillm.errors import ConfigError, EngineError
 from minillm.moe import EXECUTIONS, recorded_loads, with_experts
-from minillm.moe_offload import offload_experts
+from minillm.moe_offload import OffloadedExperts, offload_experts
 from minillm.moe_router import DROPPED, RouterSettings, Routing, auxiliary_loss, choose, drop_above
 from minillm.packing import PackedLinear, linear_maker
+from minillm.quantization import quantize_
 from tests.moe_layers import (
     E,
     rows,
@@ -126,31 +127,70 @@ def test_executions_are_timed_side_by_side():
 # --- offloading ---
 
 
+def ascending(self, chosen):
+    return sorted(chosen)
+
+
 @torch.inference_mode()
 @settings(max_examples=25, deadline=None)
-@given(slots=st.integers(1, 12), sizes=st.lists(st.integers(1, 6), min_size=1, max_size=8))
-def test_offloaded_experts_compute_the_same_and_count_as_a_plain_lru(slots, sizes):
+@given(
+    slots=st.integers(1, 12),
+    sizes=st.lists(st.integers(1, 6), min_size=1, max_size=8),
+    execution=st.sampled_from(EXECUTIONS),
+)
+def test_offloaded_experts_compute_the_same_and_are_kept_by_two_rules(slots, sizes, execution):
     layers = nn.ModuleList([small_layer(seed=i) for i in range(2)])
     for i, layer in enumerate(layers):
-        layer.layer = i
+        layer.layer, layer.execution = i, execution
     want = [[layer(rows(n, seed=n)) for layer in layers] for n in sizes]
     cache = offload_experts(layers, slots)
-    lru, hits, misses = OrderedDict(), 0, 0
+    lru, hits, misses, share = OrderedDict(), 0, 0, max(slots // 2, 1)
     for n, results in zip(sizes, want, strict=True):
         for i, layer in enumerate(layers):
-            assert torch.equal(layer(rows(n, seed=n)), results[i])
-            for e in sorted(layer.route(rows(n, seed=n)).experts.unique().tolist()):
+            assert torch.equal(layer(rows(n, seed=n)), results[i])  # bit for bit, in whatever order
+            chosen = layer.route(rows(n, seed=n)).experts.unique().tolist()
+            there = [e for e in chosen if (i, e) in lru]
+            for e in there + [e for e in chosen if e not in there]:
                 hits, misses = hits + ((i, e) in lru), misses + ((i, e) not in lru)
+                if (i, e) not in lru and len(lru) == slots:
+                    holds = [sum(owner == j for owner, _ in lru) + (i == j) for j in range(2)]
+                    del lru[next((key for key in lru if holds[key[0]] > share), next(iter(lru)))]
                 lru[i, e] = True
                 lru.move_to_end((i, e))
-                if len(lru) > slots:
-                    lru.popitem(last=False)
     assert (cache.counts.hits, cache.counts.misses) == (hits, misses)
     assert cache.resident == list(lru)
     one = layers[0].experts.host[0].weight_size
     assert cache.counts.copied_bytes == misses * one
     assert cache.device_bytes == len(lru) * one
     assert cache.counts.evictions == misses - len(lru)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("number", [1, 3])
+def test_a_batch_finds_the_share_that_fits_where_a_plain_lru_finds_nothing(number, monkeypatch):
+    """16 tokens choose 4 of 32 experts, nearly all of them in each step; half as many fit. Even, random routing."""
+
+    def hit_rate(**patches):
+        layers = nn.ModuleList([small_layer(32, 4, seed=i) for i in range(number)])
+        for i, layer in enumerate(layers):
+            layer.layer = i
+        with monkeypatch.context() as patch:
+            for name, value in patches.items():
+                patch.setattr(OffloadedExperts, name, value)
+            cache = offload_experts(layers, 16 * number)
+            if patches:  # and no shares
+                cache.share = 0
+            for step in range(25):
+                if step == 5:  # warm
+                    cache.reset_counts()
+                picks = [moe_measure.random_choices(16, 32, 4, seed=100 * step + i) for i in range(number)]
+                for layer, pick in zip(layers, picks, strict=True):
+                    routing = Routing(pick, torch.ones(pick.shape), torch.zeros(16, 32))
+                    layer.compute(rows(16, seed=step), routing)
+        return cache.counts.hit_rate
+
+    assert hit_rate(order=ascending) < 0.03
+    assert hit_rate() == pytest.approx(0.5, abs=0.06)  # 16 of 32
 
 
 def test_what_cannot_be_offloaded_is_one_clear_error():
@@ -173,6 +213,13 @@ def test_packed_experts_are_not_offloaded():
     with pytest.raises(
         EngineError, match="stored as Linear, PackedLinear cannot be offloaded; load with dtype float32"
     ):
+        offload_experts(layer, 2)
+
+
+def test_quantized_experts_are_not_offloaded():
+    layer = small_layer()
+    quantize_(layer, "int8")
+    with pytest.raises(EngineError, match="quantized experts cannot be offloaded, a kernel holds them packed"):
         offload_experts(layer, 2)
 
 

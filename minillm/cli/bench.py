@@ -53,7 +53,7 @@ def add_parser(commands) -> None:
     parser.add_argument("--quality", action="store_true", help="what the layout's rounding changed, against float32")
     common.add_json(parser)
     common.add_speculation_options(parser)
-    common.add_model_options(parser)
+    common.add_model_options(parser, offload=True)
     common.add_kv_cache_dtype(parser)
 
 
@@ -73,7 +73,7 @@ def _bench(args: argparse.Namespace, device: str) -> dict[str, Any]:
     from . import measure
 
     sizes, speculative = _sizes(args), common.speculation(args)
-    changed = args.quantize or args.sparsify
+    changed = args.quantize or args.sparsify or args.offload_experts
     path, layout_s = measure.settle_layout(args.model, "float32" if changed else args.dtype, device)
     started = time.perf_counter()
     model, tokenizer = common.load(args)
@@ -116,6 +116,8 @@ def _bench(args: argparse.Namespace, device: str) -> dict[str, Any]:
         "weight_bytes_held": held_bytes(model),
         **_circumstances(args, hardware, sizes),
     }
+    if args.offload_experts is not None:
+        values["experts"] = model.expert_cache.counts.values()
     if args.compare:
         values["transformers"] = _comparison(runs, engines["transformers"], sizes, many)
     if speculative is not None:

@@ -38,6 +38,10 @@ def print_table(v: dict[str, Any]) -> None:
     )
     if v["decode_fraction_of_roofline"] > 1:
         print("  (above 100%: the machine was busy while its bandwidth was measured, or weights stayed in its cache)\n")
+    if "experts" in v:
+        e = v["experts"]
+        copied = f"{e['hits']:,} uses found, {e['misses']:,} copied: {size_text(e['copied_bytes'])}, all of this run"
+        print_rows("Experts in host memory", [("found on the device", f"{e['hit_rate']:.0%}", copied)])
     if "transformers" in v:
         _print_comparison(v, v["transformers"])
     if "speculation" in v:

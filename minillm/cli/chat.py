@@ -42,7 +42,7 @@ def add_parser(commands) -> None:
     parser.add_argument("--context", type=int, metavar="N", help="tokens the conversation may hold (default: the "
                         "model's context, 8192 at most)")  # fmt: skip
     common.add_json(parser)
-    common.add_model_options(parser)
+    common.add_model_options(parser, offload=True)
     common.add_sampling_options(parser, temperature=0.2, top_p=0.9, max_tokens=512)
 
 

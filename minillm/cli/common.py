@@ -57,8 +57,11 @@ def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object, for a program to read")
 
 
-def add_model_options(parser: argparse.ArgumentParser, weights: bool = True, quantize: str = "optional") -> None:
-    """`weights`: whether the command loads them. `quantize`: "optional", or "required" where it is the point."""
+def add_model_options(
+    parser: argparse.ArgumentParser, weights: bool = True, quantize: str = "optional", offload: bool = False
+) -> None:
+    """`weights`: whether the command loads them. `quantize`: "optional", or "required" where it is the point.
+    `offload`: whether it can run with experts in host memory."""
     group = parser.add_argument_group("model")
     group.add_argument(
         "--model",
@@ -81,6 +84,11 @@ def add_model_options(parser: argparse.ArgumentParser, weights: bool = True, qua
         help="set weights to zero first: magnitude, wanda or sparsegpt with 2:4, 4:8 or a share, such as wanda-2:4 or "
         "magnitude-0.5; with --quantize, before rounding",
     )  # fmt: skip
+    if offload:
+        group.add_argument(
+            "--offload-experts", type=int, metavar="N",
+            help="keep N experts of all layers on the device, the others in host memory, copied when they are chosen",
+        )  # fmt: skip
     group.add_argument("--device", choices=DEVICES, default="auto", help="default: cuda where there is one, else cpu")
     group.add_argument(
         "--backend", choices=BACKENDS, default="auto",
@@ -218,13 +226,16 @@ def prepare(args: argparse.Namespace) -> str:
 
 def load(args: argparse.Namespace) -> tuple[Transformer, Tokenizer]:
     """Model and tokenizer as the options ask. Raises MinillmError."""
-    device = prepare(args)
+    device, resident = prepare(args), getattr(args, "offload_experts", None)
     if args.sparsify is not None or args.quantize is not None:
+        if resident is not None:
+            raise RequestError("--offload-experts takes experts as the file has them; leave out the option, or what "
+                               "quantizes or sparsifies")  # fmt: skip
         model, tokenizer = _load_changed(args, device)
     else:
         from .. import checkpoint
 
-        model, tokenizer = checkpoint.load(args.model, args.dtype, device, args.backend)
+        model, tokenizer = checkpoint.load(args.model, args.dtype, device, args.backend, offload_experts=resident)
     return (compile_model(model) if args.compile else model), tokenizer
 
 

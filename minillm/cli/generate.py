@@ -31,7 +31,7 @@ def add_parser(commands) -> None:
     parser.add_argument("prompt", nargs="?", metavar="PROMPT", help='the text to continue; "-" reads stdin')
     parser.add_argument("--prompt-ids", metavar="IDS", help="token ids instead of a text, such as 504,3575,282")
     common.add_json(parser)
-    common.add_model_options(parser)
+    common.add_model_options(parser, offload=True)
     common.add_kv_cache_dtype(parser)
     common.add_speculation_options(parser)
     common.add_sampling_options(parser, temperature=0.0, top_p=1.0, max_tokens=64)
@@ -66,6 +66,8 @@ def run(args: argparse.Namespace) -> int:
     if speculator is not None:
         stats = speculator.stats
         values["speculation"] = {name: getattr(stats, name) for name in _COUNTS}
+    if args.offload_experts is not None:
+        values["experts"] = model.expert_cache.counts.values()
     common.print_json(values if params.n == 1 else values | {"completions": answers})
     return 0
 

@@ -53,7 +53,7 @@ def add_parser(commands) -> None:
         description="Serve /v1/completions and /v1/chat/completions, with /v1/models, /health and /metrics. "
         "SIGTERM or Ctrl-C lets running requests finish; a second one ends at once.",
     )
-    common.add_model_options(parser)
+    common.add_model_options(parser, offload=True)
     common.add_speculation_options(parser)
     _add_server_options(parser.add_argument_group("server"))
     group = parser.add_argument_group("engine")
