@@ -82,6 +82,22 @@ def _e4m3(x):
 
 
 @triton.jit
+def widen(x, dtype: tl.constexpr):
+    """What a cache holds, as numbers of `dtype`: for those who read it. Bytes are e4m3, `_e4m3` undone.
+
+    Moved up by 7 bits they are a float16 of the same digits, whose exponent counts from 15 instead of 7: times 2⁸.
+    All of them are exact, subnormals too. Only the NaN of e4m3 is an ordinary 480 there.
+    """
+    if x.dtype == tl.uint8:
+        bits = x.to(tl.uint16)
+        size = bits & 0x7F
+        number = ((size << 7) | ((bits & 0x80) << 8)).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+        return tl.where(size == 0x7F, float("nan"), number).to(dtype)
+    else:
+        return x.to(dtype)
+
+
+@triton.jit
 def _write(x, cache_ptr, scale_ptr, at, scale_at, inside, heads_inside, FORMAT: tl.constexpr):
     """x (heads, D) to cache_ptr + at; for int8 its scales (heads,) to scale_ptr + scale_at."""
     if FORMAT == 1:
@@ -144,6 +160,18 @@ def kv_write(
     check_contiguous_rows(k=k, v=v, k_cache=k_cache, v_cache=v_cache, slot_mapping=slot_mapping, **scales)
     _launch(k, v, k_cache, v_cache, slot_mapping, k_scales, v_scales)
     return (k_cache, v_cache, *scales.values())
+
+
+def as_loaded(*caches: Tensor) -> tuple[Tensor, ...]:
+    """Caches as a kernel with `widen` takes them: e4m3 as it is where the hardware converts it, two numbers in one
+    instruction; as bytes before sm_89, for which Triton refuses the type, and in the interpreter."""
+    if caches[0].dtype != torch.float8_e4m3fn or converts_e4m3(caches[0]):
+        return caches
+    return tuple(cache.view(torch.uint8) for cache in caches)
+
+
+def converts_e4m3(tensor: Tensor) -> bool:
+    return tensor.is_cuda and torch.cuda.get_device_capability(tensor.device) >= (8, 9)
 
 
 def _check(k, v, k_cache, v_cache, slot_mapping, scales) -> None:

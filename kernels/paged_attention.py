@@ -3,7 +3,7 @@
 Shapes     q, out (T, H, D) packed; query_starts (B + 1,) int32, the first packed row of each sequence; k_cache, v_cache
            (blocks, block_size, Hkv, D), the step's own tokens written; block_tables (B, widest) int32;
            context_lengths (B,) int32, cached and new tokens; rows beyond query_starts[B] become zeros
-           int8 caches: k_scales, v_scales (blocks, block_size, Hkv) float32
+           int8 caches: k_scales, v_scales (blocks, block_size, Hkv) float32; fp8 caches: e4m3 and no scales
 Formula    token t of a sequence's `count` new ones stands at position p = context - count + t (bottom-right), and
            out = softmax over positions max(0, p - window + 1) to p of (scale · q Kᵀ), times V
 Bytes      q, out 2·T·H·D·b, and 2·Hkv·D·b for each cached token, once for every BLOCK_M / group queries of a sequence
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from kernels.catalog import Bench, Case, Compilation, Trial, Work, normal, swapped
+from kernels.kv_write import as_loaded, widen
 from kernels.launch import (
     accumulator,
     check_contiguous_rows,
@@ -33,7 +34,18 @@ from kernels.launch import (
     triton,
     use_triton,
 )
-from kernels.paged_decode import LOG2E, MAX_GROUP, NO_WINDOW, check_paged, paged, quantized
+from kernels.paged_decode import (
+    FP8,
+    INT8,
+    LOG2E,
+    MAX_GROUP,
+    NO_WINDOW,
+    STORED,
+    check_paged,
+    oldest,
+    paged,
+    quantized,
+)
 
 
 def paged_attention_reference(
@@ -92,7 +104,7 @@ def _tile(
     place = key % PAGE
     both = there[:, None] & (i < d)[None, :]
     k = tl.load(k_ptr + (block * k_b + place * k_s)[:, None] + i[None, :], mask=both, other=0.0)
-    scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * scale
+    scores = tl.dot(q, tl.trans(widen(k, q.dtype)), input_precision="ieee") * scale
     if INT8:
         scores *= tl.load(ks_ptr + block * ks_b + place * ks_s, mask=there, other=0.0)[None, :]
     if CAPPED:
@@ -112,7 +124,7 @@ def _tile(
     if INT8:
         p *= tl.load(vs_ptr + block * vs_b + place * vs_s, mask=there, other=0.0)[None, :]
     v = tl.load(v_ptr + (block * v_b + place * v_s)[:, None] + i[None, :], mask=both, other=0.0)
-    acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc * fade[:, None], input_precision="ieee")
+    acc = tl.dot(p.to(q.dtype), widen(v, q.dtype), acc * fade[:, None], input_precision="ieee")
     return higher, total, acc
 
 
@@ -210,8 +222,9 @@ def _launch(q, k_cache, v_cache, starts, tables, lengths, scale, window, soft_ca
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if not out.numel():
         return out
-    group, int8 = heads // kv_heads, k_scales is not None
-    block_m, block_n, block_d, warps, stages = configuration(tokens, sequences, group, d, q.element_size())
+    group, int8, (k_cache, v_cache) = heads // kv_heads, k_scales is not None, as_loaded(k_cache, v_cache)
+    as_bytes = k_cache.dtype == torch.uint8
+    block_m, block_n, block_d, warps, stages = configuration(tokens, sequences, group, d, q.element_size(), as_bytes)
     k_scales, v_scales = (k_scales, v_scales) if int8 else (k_cache, v_cache)  # unused: any pointer will do
     strides = [*q.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3]]
     strides += [*k_scales.stride()[:2], *v_scales.stride()[:2], tables.stride(0), *out.stride()[:2]]
@@ -225,8 +238,10 @@ def _launch(q, k_cache, v_cache, starts, tables, lengths, scale, window, soft_ca
     return out
 
 
-def configuration(tokens: int, sequences: int, group: int, d: int, itemsize: int = 2) -> tuple[int, int, int, int, int]:
-    """The step's shape -> BLOCK_M, BLOCK_N, BLOCK_D, num_warps, num_stages.
+def configuration(
+    tokens: int, sequences: int, group: int, d: int, itemsize: int = 2, as_bytes: bool = False
+) -> tuple[int, int, int, int, int]:
+    """The step's shape -> BLOCK_M, BLOCK_N, BLOCK_D, num_warps, num_stages. `as_bytes`: e4m3 through the integers.
 
     Rows enough for a sequence of average length. Five stages hold two tiles of keys; see paged_decode, also for
     float32.
@@ -235,7 +250,7 @@ def configuration(tokens: int, sequences: int, group: int, d: int, itemsize: int
     if itemsize == 4:
         block_m = max(16, triton.next_power_of_2(group))
         return block_m, 16, block_d, 8 if block_m <= 32 else 16, 1
-    large = 128 if d == block_d <= 128 else 64  # the mask of a padded head costs registers
+    large = 128 if d == block_d <= 128 and not as_bytes else 64  # a padded head's mask and integers cost registers
     block_m = max(16 if rows <= 16 else 64 if rows <= 512 else large, triton.next_power_of_2(group))
     return block_m, min(8192 // block_d, 64), block_d, 4 if block_m == 16 else 8, 5 if block_d <= 128 else 3
 
@@ -243,7 +258,7 @@ def configuration(tokens: int, sequences: int, group: int, d: int, itemsize: int
 # What the tools take from here -------------------------------------------------------------------------------------
 
 
-def _case(name, parts, heads, kv_heads, d, page=16, int8=False, padding=0, layout=lambda x: x, **options) -> Case:
+def _case(name, parts, heads, kv_heads, d, page=16, stored=None, padding=0, layout=lambda x: x, **options) -> Case:
     """parts: (new tokens, context with them) of each sequence."""
 
     def make(device, dtype, generator):
@@ -251,8 +266,8 @@ def _case(name, parts, heads, kv_heads, d, page=16, int8=False, padding=0, layou
         starts = torch.tensor([0] + [n for n, _ in parts]).cumsum(0).int()
         q = normal(generator, int(starts[-1]) + padding, heads, d, device=device, dtype=dtype)
         extra = {}
-        if int8:
-            (k, extra["k_scales"]), (v, extra["v_scales"]) = quantized(k), quantized(v)
+        if stored:
+            (k, extra["k_scales"]), (v, extra["v_scales"]) = quantized(k, stored), quantized(v, stored)
         args = (layout(q), layout(k), v, starts.to(device), tables, lengths)
         return Trial(paged_attention, paged_attention_reference, args, extra | options)
 
@@ -266,15 +281,17 @@ CASES = [
     _case("rows that see nothing of the first tile", [(49, 81)], 1, 1, 256, window=7),
     _case("window", [(33, 145)], 2, 1, 128, window=81, layout=swapped),
     _case("soft-cap", [(17, 49), (1, 33)], 2, 2, 64, soft_cap=2.0),
-    _case("int8", [(17, 81), (1, 33)], 4, 2, 64, int8=True, padding=1),
+    _case("int8", [(17, 81), (1, 33)], 4, 2, 64, stored=INT8, padding=1),
+    _case("fp8", [(17, 81), (1, 33)], 4, 2, 64, stored=FP8, padding=1),
+    _case("fp8, window, head 96", [(17, 49)], 3, 1, 96, stored=FP8, window=20, layout=swapped),
     _case("a sequence without new tokens", [(2, 20), (0, 9), (17, 17)], 2, 1, 256),
     _case("no sequences", [], 2, 1, 64, padding=2),
 ]
 
 
-def _compile_args(group, d, int8=False):
+def _compile_args(group, d, stored=None):
     def make(dtype):
-        cache, scales = (torch.int8, torch.float32) if int8 else (dtype, dtype)
+        cache, scales = stored or dtype, torch.float32 if stored == INT8 else stored or dtype
         row = 8 * d
         strides = (row * group, d, 16 * row, row, d, 16 * row, row, d, 128, 8, 128, 8, 512, row * group, d)
         ints = (torch.int32,) * 3
@@ -283,19 +300,19 @@ def _compile_args(group, d, int8=False):
     return make
 
 
-def _compilation(d, group, tokens, sequences, int8=False, windowed=False, capped=False, dtype=None) -> Compilation:
-    m, n, block_d, warps, stages = configuration(tokens, sequences, group, d, 4 if dtype else 2)
-    flags = {"INT8": int8, "CAPPED": capped, "WINDOWED": windowed}
-    suffix = "_int8" * int8 + "_window" * windowed + "_capped" * capped + "_fp32" * bool(dtype)
+def _compilation(d, group, tokens, sequences, stored=None, windowed=False, capped=False, dtype=None) -> Compilation:
+    m, n, block_d, warps, stages = configuration(tokens, sequences, group, d, 4 if dtype else 2, stored == torch.uint8)
+    flags = {"INT8": stored == INT8, "CAPPED": capped, "WINDOWED": windowed}
+    suffix = STORED[stored] + "_window" * windowed + "_capped" * capped + "_fp32" * bool(dtype)
     settings = {"dtypes": (dtype,)} if dtype else {"matrix": "native" if m >= 64 else "any"}
     return Compilation(
         f"paged_attention_{d}_m{m}{suffix}",
         paged_attention_kernel,
-        _compile_args(group, d, int8),
+        _compile_args(group, d, stored),
         {"GROUP": group, "PAGE": 16} | flags | {"BLOCK_M": m, "BLOCK_N": n, "BLOCK_D": block_d},
         num_warps=warps,
         num_stages=stages,
-        min_sm=80,  # Triton has no matrix instruction for sm_75
+        min_sm=oldest(stored),
         **settings,
     )
 
@@ -305,14 +322,17 @@ COMPILE = [
     _compilation(96, 3, 4096, 4),
     _compilation(128, 4, 4096, 4),
     _compilation(128, 4, 4096, 4, windowed=True),
-    _compilation(128, 4, 4096, 4, int8=True),
+    _compilation(128, 4, 4096, 4, INT8),
+    _compilation(128, 4, 4096, 4, FP8),
+    _compilation(128, 4, 4096, 4, torch.uint8),
+    _compilation(128, 4, 32, 32, FP8),
     _compilation(128, 4, 2048, 32),
     _compilation(128, 4, 32, 32),
     _compilation(256, 2, 4096, 4),
     _compilation(256, 2, 4096, 4, windowed=True, capped=True),  # Gemma 2
     _compilation(256, 2, 32, 32, windowed=True, capped=True),
     _compilation(64, 3, 4096, 4, dtype=torch.float32),
-    _compilation(128, 4, 4096, 4, windowed=True, int8=True, dtype=torch.float32),
+    _compilation(128, 4, 4096, 4, stored=INT8, windowed=True, dtype=torch.float32),
     _compilation(256, MAX_GROUP, 4096, 4, windowed=True, capped=True, dtype=torch.float32),
 ]
 

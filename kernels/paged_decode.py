@@ -2,7 +2,7 @@
 
 Shapes     q, out (B, H, D); k_cache, v_cache (blocks, block_size, Hkv, D); block_tables (B, widest) int32, padded with
            anything; context_lengths (B,) int32, the query's own token included; 0 gives a row of zeros
-           int8 caches: k_scales, v_scales (blocks, block_size, Hkv) float32
+           int8 caches: k_scales, v_scales (blocks, block_size, Hkv) float32; fp8 caches: e4m3 and no scales
 Formula    out = softmax(scale · q Kᵀ) V over the last `window` tokens; soft-cap: s -> cap · tanh(s / cap)
            int8: a token's key scale multiplies its score, its value scale its probability
 Bytes      2·Hkv·D·b for every token attended to, for all H / Hkv query heads of a group at once
@@ -11,7 +11,8 @@ Trap       One program a (sequence, KV head) leaves most of the GPU idle, so eac
            merge_states joins; a split without tokens is (0, -inf). A group's query heads stand where a prefill has
            its queries: M of the matrix instruction, which else runs on one row of sixteen. block · stride in int64.
            Beyond the context the table and the block hold what an earlier request left: masked, never read.
-           tanh through exp(2x) is inf / inf from x = 44 on.
+           tanh through exp(2x) is inf / inf from x = 44 on. e4m3 is no type of GPUs before sm_89: there, its bytes
+           become numbers through the integers.
 
 Source: Kwon et al. 2023 (arXiv 2309.06180), section 4.3; Dao et al. 2023, "Flash-Decoding".
 """
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 
 from kernels.catalog import Bench, Case, Compilation, Trial, Work, normal, swapped
+from kernels.kv_write import as_loaded, widen
 from kernels.launch import (
     accumulator,
     check_contiguous_rows,
@@ -102,7 +104,7 @@ def paged_decode_kernel(
         place = token % PAGE
         both = seen[:, None] & (i < d)[None, :]
         k = tl.load(k_ptr + (block * k_b + place * k_s + kv_head * k_h)[:, None] + i[None, :], mask=both, other=0.0)
-        scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * scale
+        scores = tl.dot(q, tl.trans(widen(k, q.dtype)), input_precision="ieee") * scale
         if INT8:
             scores *= tl.load(ks_ptr + block * ks_b + place * ks_s + kv_head, mask=seen, other=0.0)[None, :]
         if CAPPED:
@@ -115,7 +117,7 @@ def paged_decode_kernel(
         if INT8:
             p *= tl.load(vs_ptr + block * vs_b + place * vs_s + kv_head, mask=seen, other=0.0)[None, :]
         v = tl.load(v_ptr + (block * v_b + place * v_s + kv_head * v_h)[:, None] + i[None, :], mask=both, other=0.0)
-        acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc * fade[:, None], input_precision="ieee")
+        acc = tl.dot(p.to(q.dtype), widen(v, q.dtype), acc * fade[:, None], input_precision="ieee")
         top = higher
 
     empty = total == 0.0
@@ -165,7 +167,7 @@ def paged_decode(
 def check_paged(q, k_cache, v_cache, block_tables, context_lengths, window, soft_cap, scales) -> None:
     """What every kernel asks that walks block tables for grouped heads."""
     check_dtype(q=q)
-    check_dtype((q.dtype, torch.int8), k_cache=k_cache, v_cache=v_cache)
+    check_dtype((q.dtype, torch.int8, torch.float8_e4m3fn), k_cache=k_cache, v_cache=v_cache)
     check_dtype((torch.int32,), block_tables=block_tables, context_lengths=context_lengths)
     check_shape("q", q, None, None, None)
     heads, d = q.shape[1:]
@@ -197,7 +199,7 @@ def _launch(q, k_cache, v_cache, block_tables, lengths, scale, window, soft_cap,
     block_m, block_n, block_d, warps, stages = configuration(heads // kv_heads, d, q.element_size())
     parts = torch.empty(splits, *q.shape, device=q.device) if splits > 1 else out[None]
     lses = torch.empty(splits, batch, heads, device=q.device)
-    int8 = k_scales is not None
+    int8, (k_cache, v_cache) = k_scales is not None, as_loaded(k_cache, v_cache)
     k_scales, v_scales = (k_scales, v_scales) if int8 else (k_cache, v_cache)  # unused: any pointer will do
     strides = [*q.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3]]
     strides += [*k_scales.stride()[:2], *v_scales.stride()[:2], block_tables.stride(0)]
@@ -253,39 +255,44 @@ def paged(generator, contexts, page, kv_heads, d, device, dtype, blocks=None) ->
     return k.to(device, dtype), v.to(device, dtype), tables.to(device), torch.tensor(contexts).int().to(device)
 
 
-def quantized(cache: Tensor) -> tuple[Tensor, Tensor]:
-    """A cache with NaN where no token is -> int8 and scales, with the largest number and NaN there."""
+def quantized(cache: Tensor, stored: torch.dtype = torch.int8) -> tuple[Tensor, Tensor | None]:
+    """A cache with NaN where no token is -> int8 and scales, with the largest number and NaN there; or e4m3, None."""
+    if stored != torch.int8:
+        return cache.float().clamp(-448, 448).to(stored), None
     scales = (cache.float().abs().amax(-1) / 127).clamp(min=1e-10)
     return (cache.float() / scales[..., None]).round().nan_to_num(nan=127).to(torch.int8), scales
 
 
-def _case(name, contexts, heads, kv_heads, d, page=16, int8=False, layout=lambda x: x, peak=1.0, **options) -> Case:
+def _case(name, contexts, heads, kv_heads, d, page=16, stored=None, layout=lambda x: x, peak=1.0, **options) -> Case:
     def make(device, dtype, generator):
         k, v, tables, lengths = paged(generator, contexts, page, kv_heads, d, device, dtype)
         q = layout(normal(generator, len(contexts), heads, d, device=device, dtype=dtype, scale=peak))
         extra = {}
-        if int8:
-            (k, extra["k_scales"]), (v, extra["v_scales"]) = quantized(k), quantized(v)
+        if stored:
+            (k, extra["k_scales"]), (v, extra["v_scales"]) = quantized(k, stored), quantized(v, stored)
         return Trial(paged_decode, paged_decode_reference, (q, layout(k), v, tables, lengths), extra | options)
 
     return Case(name, make)
 
 
+INT8, FP8 = torch.int8, torch.float8_e4m3fn
 CASES = [
     _case("odd sizes, three splits", [145, 1, 0, 81], 3, 1, 64, splits=3),
     _case("head 96, group of 3", [49, 17], 6, 2, 96, splits=2),
     _case("head 128, swapped", [145, 33], 4, 2, 128, layout=swapped),
     _case("head 256, window", [81, 20], 2, 1, 256, page=8, window=33, splits=2),
     _case("soft-cap", [81], 2, 1, 64, peak=30.0, soft_cap=20.0),
-    _case("int8", [145, 33], 4, 2, 64, int8=True, splits=2),
-    _case("int8, window", [81], 3, 1, 96, int8=True, window=17),
+    _case("int8", [145, 33], 4, 2, 64, stored=INT8, splits=2),
+    _case("int8, window", [81], 3, 1, 96, stored=INT8, window=17),
+    _case("fp8", [145, 33], 4, 2, 64, stored=FP8, splits=2),
+    _case("fp8, window, swapped", [81], 3, 1, 96, stored=FP8, window=17, layout=swapped),
     _case("no sequences", [], 2, 1, 64),
 ]
 
 
-def _compile_args(group, d, int8=False, splits=6):
+def _compile_args(group, d, stored=None, splits=6):
     def make(dtype):
-        cache, scales = (torch.int8, torch.float32) if int8 else (dtype, dtype)
+        cache, scales = stored or dtype, torch.float32 if stored == INT8 else stored or dtype
         row, out = 8 * d, dtype if splits == 1 else torch.float32
         strides = (row * group, d, 16 * row, row, d, 16 * row, row, d, 128, 8, 128, 8, 512)
         strides += (32 * row * group, row * group, d, 256 * group, 8 * group)
@@ -295,19 +302,27 @@ def _compile_args(group, d, int8=False, splits=6):
     return make
 
 
-def _compilation(d, group, int8=False, capped=False, splits=6, dtype=None) -> Compilation:
+STORED = {None: "", INT8: "_int8", FP8: "_fp8", torch.uint8: "_fp8_bytes"}
+
+
+def oldest(stored: torch.dtype | None) -> int:
+    """Triton has no matrix instruction for sm_75, and e4m3 as a type from sm_89 on."""
+    return 90 if stored == FP8 else 80
+
+
+def _compilation(d, group, stored=None, capped=False, splits=6, dtype=None) -> Compilation:
     *blocks, warps, stages = configuration(group, d, 4 if dtype else 2)
-    suffix = "_int8" * int8 + "_capped" * capped + "_whole" * (splits == 1) + "_fp32" * bool(dtype)
+    suffix = STORED[stored] + "_capped" * capped + "_whole" * (splits == 1) + "_fp32" * bool(dtype)
     settings = {"dtypes": (dtype,)} if dtype else {"matrix": "any"}
     return Compilation(
         f"paged_decode_{d}_g{group}{suffix}",
         paged_decode_kernel,
-        _compile_args(group, d, int8, splits),
-        {"PAGE": 16, "INT8": int8, "CAPPED": capped}
+        _compile_args(group, d, stored, splits),
+        {"PAGE": 16, "INT8": stored == INT8, "CAPPED": capped}
         | dict(zip(("BLOCK_M", "BLOCK_N", "BLOCK_D"), blocks, strict=True)),
         num_warps=warps,
         num_stages=stages,
-        min_sm=80,  # Triton has no matrix instruction for sm_75
+        min_sm=oldest(stored),
         **settings,
     )
 
@@ -317,16 +332,20 @@ COMPILE = [
     _compilation(96, 3),
     _compilation(128, 4),
     _compilation(128, 4, splits=1),
-    _compilation(128, 4, int8=True),
+    _compilation(128, 4, INT8),
+    _compilation(128, 4, FP8),
+    _compilation(128, 4, torch.uint8),
+    _compilation(64, 3, FP8),
     _compilation(256, 2, capped=True),
     _compilation(256, MAX_GROUP, capped=True),
     _compilation(64, 3, dtype=torch.float32),
-    _compilation(128, 4, int8=True, dtype=torch.float32),
+    _compilation(128, 4, INT8, dtype=torch.float32),
+    _compilation(128, 4, FP8, dtype=torch.float32),
     _compilation(256, MAX_GROUP, capped=True, splits=1, dtype=torch.float32),
 ]
 
 
-def _bench(device, dtype, heads, kv_heads, d, batch=32, context=4096, int8=False) -> Work:
+def _bench(device, dtype, heads, kv_heads, d, batch=32, context=4096, stored=None) -> Work:
     generator, blocks = torch.Generator().manual_seed(0), batch * context // 16
     q = torch.randn(batch, heads, d, device=device, dtype=dtype)
     k, v = (torch.randn(blocks + 1, 16, kv_heads, d, device=device, dtype=dtype) for _ in range(2))
@@ -335,8 +354,8 @@ def _bench(device, dtype, heads, kv_heads, d, batch=32, context=4096, int8=False
     dense = [side[1:].view(batch, context, kv_heads, d).transpose(1, 2) for side in (k, v)]
     sdpa = torch.nn.functional.scaled_dot_product_attention
     rivals = {"SDPA on contiguous keys": lambda: sdpa(q[:, :, None], *dense, enable_gqa=True)}
-    (k, ks), (v, vs) = (quantized(k), quantized(v)) if int8 else ((k, None), (v, None))
-    moved = 2 * batch * context * kv_heads * (d * k.element_size() + (4 if int8 else 0))
+    (k, ks), (v, vs) = (quantized(side, stored) if stored else (side, None) for side in (k, v))
+    moved = 2 * batch * context * kv_heads * (d * k.element_size() + (4 if stored == INT8 else 0))
     return Work(
         kernel=lambda: paged_decode(q, k, v, tables, lengths, k_scales=ks, v_scales=vs, backend="triton"),
         rivals=rivals,
@@ -351,5 +370,6 @@ BENCHES = [
         "SmolLM2-135M": _SMOL, "Qwen3-0.6B": {"heads": 16, "kv_heads": 8, "d": 128}, "Llama-3-8B": _LLAMA,
         "Llama-3-8B, one sequence of 16k": _LLAMA | {"batch": 1, "context": 16384},
     }, goal=0.75),
-    Bench("paged decode, int8", _bench, {"Llama-3-8B": _LLAMA | {"int8": True}}, goal=0.75),
+    Bench("paged decode, int8", _bench, {"Llama-3-8B": _LLAMA | {"stored": INT8}}, goal=0.75),
+    Bench("paged decode, fp8", _bench, {"Llama-3-8B": _LLAMA | {"stored": FP8}}, goal=0.75),
 ]  # fmt: skip

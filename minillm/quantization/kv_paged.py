@@ -91,9 +91,12 @@ class QuantizedPagedCache(PagedCache):
                 part.index_copy_(0, blocks, code)
 
     def for_kernels(self, layer: int) -> tuple[Tensor, Tensor, dict[str, Tensor]] | None:
-        """int8 is the kernels' own format. They write fp8 and do not read it, and know nothing of int4."""
-        if self.name != "int8" or self.one_row:
+        """int8 and fp8 are the kernels' own formats; they know nothing of int4, and of a latent only as it is."""
+        if self.name not in ("int8", "fp8") or self.one_row:
             return None
+        if self.name == "fp8":
+            (keys,), (values,) = self.parts[layer]
+            return keys.view(torch.float8_e4m3fn), values.view(torch.float8_e4m3fn), {}
         (keys, k_scales), (values, v_scales) = self.parts[layer]
         return keys, values, {"k_scales": k_scales, "v_scales": v_scales}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels import paged_decode
+from kernels import kv_write, paged_decode
 from kernels.launch import KernelError
 from minillm.paging import PagedStep
 from tests.kernels import harness, paged_cache
@@ -110,6 +110,7 @@ def test_splits_fill_the_device_and_no_more():
         ({"q": torch.ones(2, 4, 512)}, "q has heads of 512; the kernel takes 1 to 256"),
         ({"q": torch.ones(2, 3, 16)}, "number of query heads is 3, not a multiple of 2"),
         ({"q": torch.ones(2, 4, 16).half()}, "k_cache is float32; convert it to one of float16, int8"),
+        ({"k_cache": torch.zeros(9, 16, 2, 16).to(torch.float8_e5m2)}, "k_cache is float8_e5m2; convert it to one of"),
         ({"block_tables": torch.zeros(2, 3)}, "block_tables is float32; convert it to one of int32"),
         ({"block_tables": torch.zeros(3, 3, dtype=torch.int32)}, "context_lengths has shape"),
         ({"window": 0}, "window is 0"),
@@ -124,3 +125,38 @@ def test_wrong_input_is_one_clear_error(arguments, message):
     arguments = {k: v.to(harness.DEVICE) if isinstance(v, torch.Tensor) else v for k, v in arguments.items()}
     with pytest.raises(KernelError, match=message):
         paged_decode.paged_decode(**(good | arguments))
+
+
+def test_an_fp8_cache_is_read_as_the_numbers_it_holds():
+    """All 256 bytes, through the integers: both zeros, subnormals, 448; and NaN stays NaN, for its own row alone."""
+    every = torch.arange(256, dtype=torch.uint8, device=harness.DEVICE).view(torch.float8_e4m3fn)
+    numbers = every.float()[every.float().isfinite()]
+    count = len(numbers)  # 254: one token each, whose probability is 1
+    k = torch.zeros(count + 2, 1, 1, 16, dtype=torch.float8_e4m3fn, device=harness.DEVICE)
+    v = torch.cat([numbers, numbers.new_tensor([torch.nan, 1.0])]).view(-1, 1, 1, 1).expand_as(k).to(k.dtype)
+    tables = torch.arange(count + 2, dtype=torch.int32, device=harness.DEVICE)[:, None]
+    for dtype in (torch.float32, torch.float16):
+        q = torch.ones(count + 2, 1, 16, dtype=dtype, device=harness.DEVICE)
+        out = paged_decode.paged_decode(q, k, v, tables, torch.ones_like(tables[:, 0]), splits=1, backend="triton")
+        assert torch.equal(out[:count, 0, 0].float(), numbers)
+        assert out[count].isnan().all()
+        assert (out[count + 1] == 1).all()
+
+
+def test_e4m3_as_a_type_gives_the_same_numbers(monkeypatch):
+    """What GPUs from sm_89 on do: the hardware converts. The interpreter has the type as well."""
+    q, k, v, tables, lengths = inputs((40, 9))
+    k, v = (side.nan_to_num(0).to(torch.float8_e4m3fn) for side in (k, v))
+    by_integers = paged_decode.paged_decode(q, k, v, tables, lengths, backend="triton")
+    monkeypatch.setattr(kv_write, "converts_e4m3", lambda tensor: True)
+    assert torch.equal(paged_decode.paged_decode(q, k, v, tables, lengths, backend="triton"), by_integers)
+
+
+@pytest.mark.parametrize(("capability", "stored"), [((7, 5), torch.uint8), ((8, 0), torch.uint8), ((8, 9), None)])
+def test_older_gpus_get_the_bytes(monkeypatch, capability, stored):
+    """Triton refuses e4m3 as a type before sm_89."""
+    monkeypatch.setattr(kv_write, "converts_e4m3", lambda tensor: capability >= (8, 9))
+    caches = [torch.zeros(2, 4, 1, 16, dtype=torch.float8_e4m3fn) for _ in range(2)]
+    assert {cache.dtype for cache in kv_write.as_loaded(*caches)} == {stored or torch.float8_e4m3fn}
+    plain = [torch.zeros(2, 4, 1, 16) for _ in range(2)]
+    assert kv_write.as_loaded(*plain) == tuple(plain)

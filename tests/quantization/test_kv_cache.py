@@ -402,8 +402,8 @@ def test_the_same_memory_holds_more_tokens(pair):
 
 @pytest.mark.parametrize("window", [None, 6])
 @pytest.mark.parametrize("name", ["int8", "fp8"])
-def test_a_step_on_the_kernels_is_torchs(name, window):
-    """int8 is written and read by the kernels, fp8 by torch in their step; chunks and decodes."""
+def test_a_step_on_the_kernels_is_torchs(name, window, monkeypatch):
+    """Both are written and read by the kernels; chunks and decodes."""
     pytest.importorskip("triton")
     from kernels.launch import HAVE_TRITON
     from minillm.paging import PagedStep
@@ -420,12 +420,16 @@ def test_a_step_on_the_kernels_is_torchs(name, window):
         outs, caches = [], []
         for kind in (PagedStep, TritonStep):
             cache = QuantizedPagedCache(config(window), 13, SIZE, name, torch.float32, device, kind)
+            assert cache.for_kernels(0)
             generator = torch.Generator().manual_seed(0)
             old = [torch.randn(12 * SIZE, HKV, D, generator=generator).to(device) for _ in range(2)]
             for layer in (0, 1):
                 cache.write(layer, torch.arange(SIZE, 13 * SIZE, device=device), *old)
             step = cache.step(StepMetadata(sequences, SIZE, device=device))
-            outs.append(torch.stack([step.attend(layer, q, k, v) for layer in (0, 1)]))
+            with monkeypatch.context() as patch:
+                if kind is TritonStep:
+                    patch.setattr(PagedStep, "attend", None)  # whoever falls back to torch stops here
+                outs.append(torch.stack([step.attend(layer, q, k, v) for layer in (0, 1)]))
             caches.append(cache)
         torch.testing.assert_close(*outs, rtol=1e-4, atol=1e-5)
         assert all(torch.equal(a, b) for a, b in zip(*(c.tensors for c in caches), strict=True))
