@@ -5,7 +5,7 @@
 
 from importlib import import_module
 
-__version__ = "0.3.0"
+__version__ = "0.4.0"
 _FRONT = {"LLM": "llm", "SamplingParams": "sampling_params", "AsyncEngine": "async_engine", "Engine": "engine"}
 
 
