@@ -134,7 +134,7 @@ def test_a_missing_package(monkeypatch, refused):
 
 
 def test_any_other_system_error(monkeypatch, refused, folder):
-    def denied(*_):
+    def denied(*_, **__):
         raise PermissionError(errno.EACCES, "Permission denied", "some/file")
 
     monkeypatch.setattr(checkpoint, "load", denied)

@@ -19,6 +19,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
 import torch
 
@@ -108,3 +109,21 @@ def quick_interpreter():
         yield
     finally:
         interpreter._patch_lang = patch
+
+
+@contextlib.contextmanager
+def plain_matmul():
+    """In the interpreter tl.dot is numpy's matmul, and the BLAS behind it picks its code, and with it the order of a
+    sum, by where a row lies in the tile. Here every number is summed alike, as a GPU's matrix instructions do it."""
+    if not launch.INTERPRETED:
+        yield
+        return
+
+    def matmul(a, b, dtype=None):
+        return np.einsum("...ij,...jk->...ik", a.astype(dtype), b.astype(dtype))
+
+    whole, np.matmul = np.matmul, matmul
+    try:
+        yield
+    finally:
+        np.matmul = whole
