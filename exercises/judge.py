@@ -187,6 +187,6 @@ def _flat(value: Any) -> list[float]:
 
 
 def _near(got: float, want: float, rtol: float, atol: float) -> bool:
-    if math.isinf(want) or math.isinf(got):
-        return got == want
+    if isinstance(got, complex) or math.isinf(want) or math.isinf(got):
+        return got == want and type(got) is type(want)
     return abs(got - want) <= atol + rtol * abs(want)

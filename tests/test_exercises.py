@@ -157,7 +157,7 @@ def test_judge_close_takes_shape_and_nan_seriously():
     judge, want = Judge(), torch.tensor([[1.0, 2.0]])
     judge.close(want + 1e-7, want)
     judge.close(float("inf"), float("inf"))
-    for got in (want.T, want[0], want + 1e-3, want * float("nan"), [[1.0, 2.0]], None, "12"):
+    for got in (want.T, want[0], want + 1e-3, want * float("nan"), want + 0j, [[1.0, 2.0]], None, "12"):
         with pytest.raises(Failed):
             judge.close(got, want)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from exercises import Exercise, Judge, Mistake
+from exercises.judge import Guarded
 
 from .chapter_13_groups import GROUPS
 from .chapter_13_mxfp4 import MXFP4
@@ -30,7 +31,7 @@ def random_codes(rows: int, columns: int, low: int = -8, seed: int = 0) -> torch
 
 
 def packs(Nibbles, codes: torch.Tensor, judge: Judge, hint: str) -> None:
-    got = Nibbles().pack(codes)
+    got = Guarded(Nibbles().pack, "pack")(codes)
     judge.type(got, torch.Tensor)
     judge.equal(got, bit_strings(codes.tolist()), f"pack({codes.tolist()}). Likely mistake: {hint}")
     judge.true(got.dtype == torch.uint8, "pack must return uint8.")
@@ -61,7 +62,7 @@ def packs_odd_columns(Nibbles, judge: Judge) -> None:
 def unpacks(Nibbles, columns: int, low: int, judge: Judge, hint: str) -> None:
     codes = random_codes(3, columns, low, seed=columns)
     packed = torch.tensor(bit_strings(codes.tolist()), dtype=torch.uint8)
-    got = Nibbles().unpack(packed, columns)
+    got = Guarded(Nibbles().unpack, "unpack")(packed, columns)
     judge.type(got, torch.Tensor)
     judge.equal(got, codes, f"unpack of {columns} columns. Likely mistake: {hint}")
     judge.true(got.dtype == torch.int8, "unpack must return int8.")
@@ -125,6 +126,11 @@ NIBBLES = Exercise(
             "subtracts 8", "unpacks_in_order", edit=("torch.where(nibbles > 7, nibbles - 16, nibbles)", "nibbles - 8")
         ),
         Mistake("padding returned", "unpacks_odd_columns", edit=("[:, :columns]", "")),
+        Mistake(
+            "unpacks in place",
+            "unpacks_in_order",
+            edit=("low, high = packed & 15, packed >> 4", "high = packed >> 4; low = packed.bitwise_and_(15)"),
+        ),
     ],
     forbids=("minillm.quantization",),
 )
