@@ -121,16 +121,18 @@ def _bench(args: argparse.Namespace, device: str) -> dict[str, Any]:
     if args.compare:
         values["transformers"] = _comparison(runs, engines["transformers"], sizes, many)
     if speculative is not None:
-        from . import speculation
-
-        values["speculation"] = speculation.measure(
-            model, tokenizer, speculative, sizes.output, sizes.rounds, args.kv_cache_dtype
-        )
+        values["speculation"] = _speculation(model, tokenizer, speculative, sizes, args.kv_cache_dtype)
     if args.quality:
         from ..analysis.quality import compare_to_float32
 
         values["quality"] = compare_to_float32(model, tokenizer, path, device)
     return values
+
+
+def _speculation(model, tokenizer, config, sizes: Sizes, kv_cache_dtype: str) -> dict[str, Any]:
+    from .speculation import measure
+
+    return measure(model, tokenizer, config, sizes.output, sizes.rounds, kv_cache_dtype)
 
 
 def _jobs(path: str | None, model, tokenizer, kv_cache_dtype: str) -> list:
