@@ -117,8 +117,9 @@ class Int8Dynamic(_Int8Codes):
 
     @staticmethod
     def prepare(x: Tensor) -> tuple[Tensor, Tensor]:
+        """x (T, K) -> uint8 codes (T, K), 128 for 0, and float32 scales (T, 1), one a token."""
         x = x.to(torch.float32)
-        scale = token_scales(x)
+        scale = x.abs().amax(-1, keepdim=True).clamp(min=1e-12) / 127
         return ((x / scale).round() + _ZERO).to(torch.uint8), scale
 
     @staticmethod
@@ -151,18 +152,6 @@ class Int8Fixed(_Int8Codes):
     def finish(y: Tensor, scale: Tensor) -> Tensor:
         high, low = y.view(2, -1, y.shape[-1])
         return (high * 256 + low) * scale
-
-
-def quantize_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x (T, K) -> int8 codes (T, K) and float32 scales (T, 1), one a token, from its largest magnitude."""
-    x = x.to(torch.float32)
-    scale = token_scales(x)
-    return (x / scale).round().to(torch.int8), scale
-
-
-def token_scales(x: Tensor) -> Tensor:
-    """What one step of int8 is worth for each token (T, 1), so that its largest magnitude is 127."""
-    return x.abs().amax(-1, keepdim=True).clamp(min=1e-12) / 127
 
 
 class Expanded:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from minillm.errors import QuantizationError
 from minillm.quantization import QuantizedLinear, parse, quantize_weight
 from minillm.quantization import number_formats as nf
-from minillm.quantization.kernels import Int8Fixed, quantize_tokens
+from minillm.quantization.kernels import Int8Dynamic, Int8Fixed
 from minillm.quantization.linear import works
 
 # Of the size that weights have. With scales that are powers of two the error depends on where the numbers lie within an
@@ -126,9 +126,9 @@ def test_kernels_multiply_by_the_dequantized_numbers(name, rows):
     x[:, 5] *= 20  # an outlier channel
     seen = x
     if weight.scheme.dynamic:
-        codes, scale = quantize_tokens(x)
-        assert (codes.float() * scale - x).abs().max() <= scale.max() * 0.51
-        seen = codes.float() * scale
+        codes, scale = Int8Dynamic.prepare(x)
+        seen = (codes.float() - 128) * scale
+        assert (seen - x).abs().max() <= scale.max() * 0.51
     exact = seen @ weight.dequantize().t() + bias
     error = (QuantizedLinear(weight, bias)(x) - exact).norm() / exact.norm()
     assert error < (1e-6 if weight.scheme.dynamic else 0.005)
