@@ -270,12 +270,19 @@ def _check(model: Transformer) -> None:
         raise CompilationError(f"compiled pieces run on the CPU, and the model is on {model.device}; leave out compile")
     if model.backend != "torch" or model.dtype != torch.float32:
         raise CompilationError("a model on backend torch with a float32 residual stream is compiled; leave out compile")
+    if (part := unusual_part(model)) is not None:
+        raise CompilationError(f"{type(part).__name__} is not compiled yet; leave out compile for this model")
+    if any(block.attention.gated for block in model.blocks):
+        raise CompilationError("gated attention is not compiled yet; leave out compile for this model")
+
+
+def unusual_part(model: Transformer) -> nn.Module | None:
+    """The first part of a block that is not the plain one, such as a layer of experts: nothing here compiles those."""
     for block in model.blocks:
         for part, wanted in ((block.attention, Attention), (block.mlp, SwiGLU), (block.attn_norm, RMSNorm)):
             if type(part) is not wanted:
-                raise CompilationError(f"{type(part).__name__} is not compiled yet; leave out compile for this model")
-        if block.attention.gated:
-            raise CompilationError("gated attention is not compiled yet; leave out compile for this model")
+                return part
+    return None
 
 
 def _plan(model: Transformer, kind: str, store: PieceStore) -> _Plan:

@@ -27,12 +27,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .attention import Attention
+from .compilation import unusual_part
 from .config import ModelConfig
 from .errors import CompilationError, RequestError, short
 from .generate import next_logits
 from .kv_cache import ContiguousCache, check_max_tokens
-from .layers import Linear, RMSNorm, SwiGLU
+from .layers import Linear
 from .piece_store import need_compiler
 from .transformer import Block, Transformer
 
@@ -298,10 +298,8 @@ def _cause(error: RuntimeError) -> str:
 def _check(model: nn.Module) -> None:
     if model.backend != "torch":
         raise CompilationError(f'a step is compiled on backend "torch", not "{model.backend}"; see with_backend')
-    for block in model.blocks:
-        for part, wanted in ((block.attention, Attention), (block.mlp, SwiGLU), (block.attn_norm, RMSNorm)):
-            if type(part) is not wanted:
-                raise CompilationError(f"a step with {type(part).__name__} is not compiled whole; run it as it is")
+    if (part := unusual_part(model)) is not None:
+        raise CompilationError(f"a step with {type(part).__name__} is not compiled whole; run it as it is")
     for layer in model.linears():
         if type(layer) is not Linear:  # inductor wants weights in a library's own layout to be constants of the code
             raise CompilationError(
