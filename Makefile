@@ -33,11 +33,11 @@ unit: setup
 	$(BIN)/python -c "from minillm.fetch import default_model_path; default_model_path()"
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests -n 2 --dist loadfile -q --durations=10
 
-# One thread here too: with two, a step waits for both, and on a machine that does other work a wait costs more than
-# the step, so that no comparison of times would hold.
+# One thread a kernel here too, and two notebooks at a time. Two threads in one: a step waits for both, and on a machine
+# that does other work a wait costs more than the step, so that no comparison of times would hold.
 notebooks: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --nbval-lax --nbval-current-env --nbval-cell-timeout=300 -q --durations=5 \
-		notebooks exercises/solutions
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --nbval-lax --nbval-current-env --nbval-cell-timeout=300 -n 2 --dist loadfile \
+		-q --durations=10 notebooks exercises/solutions
 
 setup: $(STAMP)
 

@@ -111,7 +111,9 @@ def test_the_command_prints_a_table(server, capsys):
     assert "100.0% met TTFT 1000 ms, TPOT 500 ms" in said.out
     for name in ("TTFT", "TPOT", "ITL", "E2EL", "goodput"):
         assert name in said.out
-    assert said.err.startswith("minillm: warning: 20 requests ended well: a P99")
+    # A machine that stalls within these 0.1 s may truly have a backlog, or send late, and is told so too.
+    assert all(line.startswith("minillm: warning: ") for line in said.err.splitlines())
+    assert "minillm: warning: 20 requests ended well: a P99 of fewer than 100 is nearly the largest value\n" in said.err
 
 
 def test_json_output_and_figure(server, capsys, tmp_path):
