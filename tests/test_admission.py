@@ -12,6 +12,7 @@ from minillm.errors import EngineError, OverloadedError, QueueFullError
 from minillm.pace import Pace
 from minillm.request import Request
 from minillm.sampling_params import SamplingParams
+from tests.noise import calmly
 from tests.serving import make_engine, make_tiny, run
 
 PARAMS = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
@@ -130,6 +131,7 @@ def test_an_empty_queue_says_nothing_about_its_speed():
     assert pace.predicted_ttft(1000, 10) == 0  # nothing is known yet, so nobody is refused
 
 
+@calmly
 def test_the_prediction_is_that_of_the_running_engine(pair):
     """Predicted from what was measured, within a factor of 4 of what then happens on a busy machine."""
     engine = make_engine(pair, block_size=4, num_blocks=400, max_num_batched_tokens=32)

@@ -18,6 +18,7 @@ from minillm.serving.load_run import LoadResult, run_load, run_load_async
 from minillm.serving.load_sse import STREAM_LIMIT, EventStream
 from minillm.serving.load_workload import Prompts, make_requests
 from tests.load_server import DONE, FakeServer, Reply, event, stream, token, usage
+from tests.noise import calmly
 
 SLACK = 0.3  # seconds that a busy machine may add
 
@@ -34,6 +35,7 @@ def one(reply, target=None, **options):
     return record
 
 
+@calmly
 def test_times_of_a_known_stream():
     record = one(Reply(stream([0.3, 0.02, 0.4])))
     assert record.ok
@@ -72,6 +74,7 @@ def test_a_server_that_takes_no_ids_and_no_ignore_eos_gets_plain_words():
     assert (result.settings["prompts"], result.settings["ignore_eos"]) == ("words", False)
 
 
+@calmly
 def test_chat():
     pieces = [
         (0.0, event({"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}]})),
@@ -156,7 +159,7 @@ STRANGE = {
 @pytest.mark.parametrize("case", STRANGE)
 def test_strange_servers_are_records(case):
     reply, status = STRANGE[case]
-    record = one(reply, {"timeout_s": 0.3})
+    record = one(reply, {"timeout_s": 0.3 if status == "timeout" else 4})  # a busy machine is slow, not strange
     assert record.status == status, record
     assert (record.error is None) == (status == "ok")
     assert record.end_s < 5
@@ -272,6 +275,7 @@ class Stalling:
         return Reply(stream([0.0]))
 
 
+@calmly
 def test_coordinated_omission():
     """A server stalls for a second while ten requests a second come. Open loop: the ten that came meanwhile waited,
     and show it. Closed loop: one request shows it, because the client asked nothing meanwhile."""
@@ -282,19 +286,15 @@ def test_coordinated_omission():
         closed_loop = run_load(server.url, requests, concurrency=1, progress=False)
     with FakeServer(Stalling(5)) as server:
         capped = run_load(server.url, requests, max_in_flight=1, progress=False)
-    slow = {name: sum(t > 0.4 for t in times) for name, times in (
-        ("open", [r.ttft_s for r in open_loop.records]),
-        ("closed", [r.ttft_s for r in closed_loop.records]),
-        ("capped", [r.ttft_s for r in capped.records]),
-        ("capped, from the send", ttft_from_send(capped.records)),
-    )}  # fmt: skip
-    assert 5 <= slow["open"] <= 8
-    assert slow["closed"] == 1
-    assert 5 <= slow["capped"] <= 8  # a client that waits for a connection hides nothing here
-    assert slow["capped, from the send"] == 1  # but would, timed from the send
-    assert closed_loop.summary.ttft_ms.p95 < 400 < open_loop.summary.ttft_ms.p95
+    meanwhile = slice(4, 9)  # what came in the first 0.4 s of the stall
+    assert all(r.ttft_s > 0.5 for r in open_loop.records[meanwhile])
+    assert all(r.ttft_s > 0.5 for r in capped.records[meanwhile])  # who waits for a connection hides nothing here
+    assert sum(t > 0.5 for t in ttft_from_send(capped.records)) == 1  # but would, timed from the send
+    assert sum(r.ttft_s > 0.5 for r in closed_loop.records) == 1
+    assert closed_loop.summary.ttft_ms.p95 < 500 < open_loop.summary.ttft_ms.p95
 
 
+@calmly
 def test_open_loop_sends_on_time_and_closed_loop_keeps_its_number():
     running = most = 0
 
@@ -319,6 +319,7 @@ def test_open_loop_sends_on_time_and_closed_loop_keeps_its_number():
     assert not closed.summary.backlogged
 
 
+@calmly
 def test_a_slow_server_is_called_backlogged_in_an_open_loop_alone():
     lock = asyncio.Lock()
 
@@ -333,6 +334,7 @@ def test_a_slow_server_is_called_backlogged_in_an_open_loop_alone():
         assert not run_load(server.url, requests, concurrency=8, progress=False).summary.backlogged
 
 
+@calmly
 def test_duration_warm_up_and_goodput():
     with FakeServer(lambda body: Reply(stream([0.05, 0.0, 0.0]))) as server:
         requests = make_requests(arrival_times("constant", rate=20, count=100), 8, 3)
