@@ -17,34 +17,10 @@ from torch import Tensor
 from ..backend import attention
 from ..errors import EngineError
 from ..kv_cache import ContiguousCache
-from ..sampling import inverse_cdf, probabilities, uniform
 from ..transformer import Transformer
-from .proposal import Context, Proposal, Proposer
+from .chains import FIRST, Chain, ChainProposer, side_by_side, with_room
+from .proposal import Context
 from .tree import TokenTree, TreeView
-from .verification import DRAFT
-
-_FIRST = 64  # tokens that a cache has room for at first
-
-
-class Together:
-    """Caches of several sequences in one pass: the rows of each attend within its own."""
-
-    def __init__(self, caches: Sequence[ContiguousCache], counts: Sequence[int]) -> None:
-        self.caches, self.counts = caches, counts
-        self.fresh = all(cache.fresh for cache in caches)
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor | None, scale: float | None = None, keep=None):
-        found, first = [], 0
-        for cache, count in zip(self.caches, self.counts, strict=True):
-            rows = slice(first, first + count)
-            own = [None if x is None else x[rows] for x in (q, k, v, keep)]
-            found.append(cache.attend(layer, *own[:3], scale, own[3]))
-            first += count
-        return torch.cat(found)
-
-    def advance(self, count: int) -> None:
-        for cache, own in zip(self.caches, self.counts, strict=True):
-            cache.advance(own)
 
 
 @dataclass
@@ -68,46 +44,16 @@ class _Held:
         del self.fed[length:]
 
     def make_room(self, tokens: int) -> None:
-        """Twice as much as is needed, so that few sequences are ever copied twice."""
-        old = self.cache
-        if old.max_tokens >= tokens:
-            return
-        self.cache = ContiguousCache(old.config, 2 * tokens, old.storage.dtype, old.storage.device, old.attention)
-        self.cache.storage[:, :, : old.length] = old.storage[:, :, : old.length]
-        self.cache.length = old.length
+        self.cache = with_room(self.cache, tokens)
 
 
-@dataclass
-class _Chain:
-    """A proposal being made."""
-
-    context: Context
-    held: _Held
-    known: list[int]
-    tokens: list[int] = field(default_factory=list)
-    probs: list[Tensor] = field(default_factory=list)
-
-
-class DraftModel(Proposer):
-    """Drafts drawn from the model's distribution under the request's own parameters, or its likeliest tokens.
-
-    `sampled` drafts are kept more often at high temperatures: by sum min(p, q) instead of p at the draft's favourite.
-    All sequences draft together, a step of the model for each place in their chains.
-    """
+class DraftModel(ChainProposer):
+    """Drafts of a model, read from caches that grow with their sequences."""
 
     def __init__(self, model: Transformer, vocab_size: int, eos_ids: Iterable[int] = (), sampled: bool = True) -> None:
-        self.model, self.vocab_size, self.eos_ids, self.sampled = model, vocab_size, tuple(eos_ids), sampled
+        super().__init__(vocab_size, eos_ids, sampled)
+        self.model = model
         self._held: dict[Hashable, _Held] = {}
-
-    @torch.inference_mode()
-    def propose(self, contexts: Sequence[Context]) -> list[Proposal]:
-        chains = [self._begin(context) for context in contexts]
-        while growing := [c for c in chains if len(c.tokens) < self._count(c)]:
-            for chain, row in zip(growing, self._logits(growing), strict=True):
-                self._draw(chain, row)
-        for chain in chains:
-            chain.held.sure = min(len(chain.held.fed), len(chain.known))
-        return [Proposal(c.tokens, torch.stack(c.probs) if c.probs else None) for c in chains]
 
     @torch.inference_mode()
     def propose_tree(self, context: Context, widths: Sequence[int]) -> TokenTree:
@@ -139,21 +85,21 @@ class DraftModel(Proposer):
         device = self.model.device
         return self.model(torch.tensor(tokens, device=device), torch.tensor(list(positions), device=device), cache)
 
-    def _begin(self, context: Context) -> _Chain:
+    def _begin(self, context: Context) -> Chain:
         held = self._held.get(context.key)
         if held is None:
             m = self.model
-            held = _Held(ContiguousCache(m.config, _FIRST, m.dtype, m.device, attention(m)))
+            held = _Held(ContiguousCache(m.config, FIRST, m.dtype, m.device, attention(m)))
             self._held[context.key] = held
         known = context.token_ids
         held.resume(known)
-        return _Chain(context, held, known)
+        most = min(context.count, self.model.config.max_position_embeddings - len(known))  # its own context's end
+        return Chain(context, held, known, most)
 
-    def _count(self, chain: _Chain) -> int:
-        """None beyond the draft's own context."""
-        return min(chain.context.count, self.model.config.max_position_embeddings - len(chain.known))
+    def _end(self, chain: Chain) -> None:
+        chain.held.sure = min(len(chain.held.fed), len(chain.known))
 
-    def _logits(self, chains: Sequence[_Chain]) -> Tensor:
+    def _logits(self, chains: Sequence[Chain]) -> Tensor:
         """(B, V): the draft's, after all that each chain holds. Reads whatever it has not read yet."""
         tokens, positions, last = [], [], []
         for chain in chains:
@@ -165,20 +111,8 @@ class DraftModel(Proposer):
             held.make_room(len(held.fed) + len(new))
             held.fed += new
         counts = [end - start for start, end in zip([-1, *last], last, strict=False)]
-        caches = [chain.held.cache for chain in chains]
-        cache = caches[0] if len(caches) == 1 else Together(caches, counts)
+        cache = side_by_side([chain.held.cache for chain in chains], counts)
         return self.model.logits(self._run(tokens, positions, cache)[last])[:, : self.vocab_size]
-
-    def _draw(self, chain: _Chain, logits: Tensor) -> None:
-        context, drafted = chain.context, chain.tokens
-        if context.params.is_greedy or not self.sampled:
-            drafted.append(int(logits.argmax()))
-            return
-        output = [*context.output_ids, *drafted]
-        q = probabilities(logits, context.params, context.prompt_ids, output, self.eos_ids)
-        u = uniform(context.params.seed, len(context.prompt_ids) + len(output), context.sequence, DRAFT)
-        drafted.append(inverse_cdf(q, u))
-        chain.probs.append(q)
 
 
 def first_layers(model: Transformer, layers: int) -> Transformer:
