@@ -84,6 +84,7 @@ class Engine:
             longest = self.scheduler.max_sequence
             most = config.block_size if getattr(self.runner.cache, "tails", None) else None  # see kv_tails.py
             self.speculation = BatchSpeculation(speculator, longest, self.vocab_size, tokenizer.eos_ids, most)
+            self.runner.watch = self.speculation.see if speculator.proposer.needs_hidden else None
         self._groups: dict[str, RequestGroup] = {}
         self._sequences: dict[Request, tuple[RequestGroup, SequenceText]] = {}
         self._due: list[RequestOutput] = []  # of a step that was interrupted
@@ -344,6 +345,8 @@ class Engine:
     def _fork(self, request: Request) -> tuple[RequestGroup, SequenceText]:
         """The scheduler made this sequence out of the request's first."""
         group = self._groups[request.request_id]
+        if self.speculation is not None:
+            self.speculation.fork(group.first, request)
         return group, self._follow(group, request)
 
 

@@ -9,7 +9,7 @@ no property of a kernel is relied on but that a row's value does not depend on w
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -23,6 +23,10 @@ from .paging import PagedCache, SequenceStep, StepMetadata, move_blocks, move_sl
 from .state_slots import StateCopies
 from .step_plan import Scheduled, SchedulerOutput
 from .transformer import Transformer
+
+Watch = Callable[
+    [Scheduled, int, Tensor], None
+]  # (part, position of the first row, hidden (T, d)); the tensor is a view
 
 TILE = 16
 CACHE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -81,7 +85,8 @@ def bytes_of_slot(model: Transformer, block_size: int, name: str = "auto") -> in
 
 
 class ModelRunner:
-    """Owns the model, the device's cache and, as a second tier, the host's; `pace` keeps what it measures."""
+    """Owns the model, the device's cache and, as a second tier, the host's; `pace` keeps what it measures, and `watch`,
+    if there is one, is shown every hidden state that is computed."""
 
     def __init__(
         self,
@@ -102,6 +107,7 @@ class ModelRunner:
         if num_host_blocks:
             self.host = make_cache(model, num_host_blocks, block_size, kv_cache_dtype, state_slots=num_state_slots)
         self.pace = Pace(block_size, budget)
+        self.watch: Watch | None = None
         if self.host is not None:
             self._time_a_copy()
 
@@ -153,6 +159,10 @@ class ModelRunner:
             positions += range(start, start + count)
             wanted[request] = range(len(tokens) - part.rows, len(tokens))
         hidden = self._forward(tokens, positions, StepMetadata(sequences, self.block_size, device=self.model.device))
+        if self.watch is not None:
+            for part in parts:
+                end = wanted[part.request].stop
+                self.watch(part, part.start, hidden[end - part.count : end])
         sampled = [row for part in parts for row in wanted[part.request]]
         return self.model.logits(hidden[sampled]) if sampled else None
 
@@ -171,6 +181,8 @@ class ModelRunner:
         while start < end:
             row, count = start % TILE, min(end - start, TILE - start % TILE)
             hidden = self._tile(part, start, row, count)
+            if self.watch is not None:
+                self.watch(part, start, hidden[row : row + count])
             start += count
             if (wanted := min(count, start - (end - part.rows))) > 0:  # the tile's last ones
                 found.append(self.model.logits(hidden)[row + count - wanted : row + count])

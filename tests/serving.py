@@ -32,9 +32,9 @@ def alone(model, tokenizer, prompt: tuple[int, ...], params: SamplingParams) -> 
     return generate_n(model, tokenizer, list(prompt), params)
 
 
-def make_engine(pair, batch_invariant: bool = False, **options) -> Engine:
+def make_engine(pair, batch_invariant: bool = False, speculative=None, **options) -> Engine:
     options = {"num_blocks": 64, "block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 32, **options}
-    return Engine(*pair, SchedulerConfig(**options), batch_invariant)
+    return Engine(*pair, SchedulerConfig(**options), batch_invariant, speculative=speculative)
 
 
 def run(engine: Engine, check: bool = True) -> dict:

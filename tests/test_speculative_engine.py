@@ -243,7 +243,7 @@ def test_a_mistake_is_caught(qwen3, name, monkeypatch):
 
 def test_what_cannot_be_served_is_one_clear_error(qwen3, tmp_path_factory):
     model, tokenizer = qwen3
-    with pytest.raises(EngineError, match="trees and eagle go with generate"):
+    with pytest.raises(EngineError, match="trees go with generate"):
         LLM(model, tokenizer, speculative=SpeculativeConfig("early_exit", layers=2, tree=(2, 2)))
     with pytest.raises(EngineError, match="linear layers, whose state cannot forget"):
         LLM(*make_tiny("qwen3-next", tmp_path_factory), speculative=SpeculativeConfig())

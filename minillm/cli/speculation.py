@@ -47,7 +47,7 @@ def measure(
         for name, ids in prompts(tokenizer).items()
     }
     values = {"method": config.method, "num_tokens": config.num_tokens, "adaptive": config.adaptive, **found}
-    if not config.tree and config.method != "eagle":
+    if not config.tree:
         values["batches"] = _batches(model, tokenizer, config, tokens, rounds, kv_cache_dtype)
     return values
 

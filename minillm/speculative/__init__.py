@@ -1,7 +1,7 @@
 """Speculative decoding: guess several tokens cheaply, check them in one pass of the target, change nothing.
 
 verification   keep a draft, or draw what replaces it: the one part that the output depends on
-proposal       what a proposer is given and gives; ngram, draft_model (and early exit), eagle, tree
+proposal       what a proposer is given and gives; ngram, chains of a draft_model (and early exit) or of eagle, tree
 length         how many drafts are worth it, from acceptance and measured costs
 speculator     these together; decoding for one sequence, batch for the engine
 """

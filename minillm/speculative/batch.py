@@ -2,22 +2,27 @@
 
 A request that decodes asks the scheduler for 1 + k tokens instead of one, and gets what is left of the step's budget
 and blocks. Rejected drafts leave keys behind in slots that no later step reads before it has written them.
+
+A proposer that reads the target's hidden states gets those of a step before the next one is drafted for. Certain are
+the rows that count as computed by then: all that were known, and of the drafts those that were kept.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor
 
 from ..errors import short
 from ..request import Request
 from ..sampling import SampledToken, SamplingState
-from ..step_plan import SchedulerOutput
+from ..step_plan import Scheduled, SchedulerOutput
 from .proposal import Context, Proposal
 from .speculator import Speculator
 from .verification import verify
+
+_Rows = tuple[int, list[int], Tensor]  # position of the first, tokens, hidden states
 
 
 class BatchSpeculation:
@@ -36,6 +41,8 @@ class BatchSpeculation:
         self.vocab_size, self.eos_ids = vocab_size, tuple(eos_ids)
         self.failed: str | None = None  # why there are no drafts any more
         self._proposals: dict[Request, Proposal] = {}
+        self._seen: dict[Request, list[_Rows]] = {}  # of one step
+        self._forks: list[tuple[Request, Request]] = []  # in that step
 
     @property
     def stats(self):
@@ -46,14 +53,16 @@ class BatchSpeculation:
         and decoding goes on without it. An interrupt is passed on, and the next call begins anew."""
         for request in running:
             request.drafts = ()
+        seen, self._seen, forks, self._forks = self._seen, {}, self._forks, []
         if self.failed is not None:
             return
         decoding = [r for r in running if r.num_tokens - r.num_computed == 1 and r.width == 1]
         contexts = [self._context(request, len(decoding)) for request in decoding]
         try:
+            self._show(running, seen, forks)
             proposals = self.speculator.propose(contexts)
         except BaseException as error:
-            for request in decoding:
+            for request in running:
                 self.speculator.proposer.forget(request)  # what it holds may be half of a step
             if not isinstance(error, Exception):
                 raise
@@ -63,6 +72,26 @@ class BatchSpeculation:
         self._proposals = dict(zip(decoding, proposals, strict=True))
         for request, proposal in self._proposals.items():
             request.drafts = tuple(proposal.tokens)
+
+    def see(self, part: Scheduled, start: int, hidden: Tensor) -> None:
+        """For the runner: hidden (T, d) of the part's tokens from `start` on. Which are certain is known later."""
+        if self.failed is None:
+            tokens = part.tokens(start, start + len(hidden))
+            self._seen.setdefault(part.request, []).append((start, tokens, hidden))
+
+    def fork(self, parent: Request, child: Request) -> None:
+        """The child goes on from the parent's prompt, which this step has computed."""
+        self._forks.append((parent, child))
+
+    def _show(self, running: Sequence[Request], seen: Mapping[Request, list[_Rows]], forks) -> None:
+        """To the proposer: all that is certain, and then whose sequence begins as another's."""
+        for request in running:
+            for start, tokens, hidden in seen.get(request, ()):
+                if (certain := request.num_computed - start) > 0:
+                    self.speculator.proposer.observe(request, start, tokens[:certain], hidden[:certain])
+        for parent, child in forks:
+            if child in running:
+                self.speculator.proposer.fork(parent, child)
 
     def _context(self, request: Request, sequences: int) -> Context:
         room = self.max_sequence - request.num_tokens - 1
@@ -95,4 +124,5 @@ class BatchSpeculation:
 
     def forget(self, request: Request) -> None:
         self._proposals.pop(request, None)
+        self._seen.pop(request, None)
         self.speculator.forget(request)

@@ -61,15 +61,15 @@ class SpeculativeDecoder:
         until = 0 if left is None else len(ids) - left
         while (start := self.cache.length) < until:
             end = min(until, start + (self.chunk or until))
-            self._observe(ids[start:end], self._run(ids[start:end], range(start, end), self.cache))
+            self._observe(start, ids[start:end], self._run(ids[start:end], range(start, end), self.cache))
 
     def _run(self, tokens: Sequence[int], positions: Sequence[int], cache) -> Tensor:
         device = self.model.device
         return self.model(torch.tensor(tokens, device=device), torch.tensor(positions, device=device), cache)
 
-    def _observe(self, tokens: Sequence[int], hidden: Tensor) -> None:
+    def _observe(self, start: int, tokens: Sequence[int], hidden: Tensor) -> None:
         if self.speculator.proposer.needs_hidden:
-            self.speculator.proposer.observe(self, tokens, hidden)
+            self.speculator.proposer.observe(self, start, tokens, hidden)
 
     def _room(self) -> int:
         """Drafts that fit into the cache and that the answer can still use, beside the token that comes anyway."""
@@ -96,7 +96,7 @@ class SpeculativeDecoder:
         tokens = verify(logits, proposal, self.params, self._state(), self.vocab_size, self.eos_ids)
         self.cache.truncate(known + len(tokens) - 1)
         certain = self.cache.length - start
-        self._observe(rows[:certain], hidden[:certain])
+        self._observe(start, rows[:certain], hidden[:certain])
         return tokens, len(proposal.tokens), len(rows)
 
     def _propose(self) -> Proposal:

@@ -22,12 +22,12 @@ from ..attention import Attention
 from ..errors import EngineError
 from ..kv_cache import ContiguousCache, NoCache
 from ..layers import RMSNorm, SwiGLU
-from ..sampling import inverse_cdf, probabilities, uniform
 from ..transformer import Block, Transformer
-from .proposal import NOTHING, Context, Proposal, Proposer
-from .verification import DRAFT
+from .chains import FIRST, Chain, ChainProposer, copied, side_by_side, with_room
+from .proposal import Context
 
 _FEATURE_WEIGHT, _TOKEN_WEIGHT = 1.0, 0.1  # the paper's
+_HELD = 64  # certain features of a sequence that wait to be read; a prompt's would weigh more than what is made of them
 
 
 class EagleHead(nn.Module):
@@ -54,6 +54,7 @@ class EagleHead(nn.Module):
         )
         with torch.no_grad():  # begins as "the hidden state stays as it is"
             self.join.weight[:, d:] = torch.eye(d)
+        self.to(target.device)
 
     @property
     def target(self) -> Transformer:
@@ -128,69 +129,111 @@ def _loss(head: EagleHead, tokens: Tensor, hidden: Tensor) -> Tensor:
 
 def _logits(target: Transformer, hidden: Tensor) -> Tensor:
     """As target.logits, and differentiable in `hidden` if the head's layout is plain."""
-    return target.lm_head(target.final_norm(hidden)).float()
+    return target.lm_head(target.final_norm(hidden.to(target.dtype))).float()
 
 
 @dataclass
 class _Thread:
-    """Of one sequence: the head's cache, and certain features that no certain token has joined yet."""
+    """What the head knows of one sequence, from the token at `base` on: ids and features that are certain, and a cache
+    of the pairs that it has read. Pair i is feature i and token i + 1; rows of guesses may lie behind the first `read`.
+    """
 
     cache: ContiguousCache
-    pending: list[Tensor] = field(default_factory=list)
-    read: int = 0  # certain pairs in the cache
+    base: int
+    tokens: list[int] = field(default_factory=list)
+    features: list[Tensor] = field(default_factory=list)  # of the tokens from `read` on
+    read: int = 0
+    guess: Tensor | None = None  # (1, d), while a chain is drafted
+
+    @property
+    def end(self) -> int:
+        return self.base + len(self.tokens)
+
+    def unread(self, *following: int) -> tuple[list[int], Tensor]:
+        """Tokens of the pairs not read yet, and their features; `following` is the token after those observed."""
+        tokens = [*self.tokens[self.read + 1 :], *following]
+        return tokens, torch.cat(self.features)[: len(tokens)]
+
+    def settle(self) -> None:
+        """All pairs were read. The newest feature stays, and its pair is read again: the token after it may not be
+        known yet, and a step that was drafted for may be put off."""
+        newest = self.features[-1][-1:].clone()
+        self.features, self.read = [newest], len(self.tokens) - 1
+        self.cache.truncate(self.read)
+        self.guess = None
 
 
-class EagleProposer(Proposer):
-    """Chains drafted by the head. The caller must `observe` the target's hidden states as they become certain."""
+class EagleProposer(ChainProposer):
+    """Chains drafted by the head. The caller must `observe` the target's hidden states as they become certain.
+
+    Positions are the sequence's own wherever its observation begins; what lies before, the head does without.
+    """
 
     needs_hidden = True
 
     def __init__(self, head: EagleHead, vocab_size: int, eos_ids: Iterable[int] = (), sampled: bool = True) -> None:
-        self.head, self.vocab_size, self.eos_ids, self.sampled = head.eval(), vocab_size, tuple(eos_ids), sampled
+        super().__init__(vocab_size, eos_ids, sampled)
+        self.head = head.to(head.target.device).eval()
         self._threads: dict[Hashable, _Thread] = {}
 
-    def observe(self, key: Hashable, tokens: Sequence[int], hidden: Tensor) -> None:
+    @torch.inference_mode()
+    def observe(self, key: Hashable, start: int, tokens: Sequence[int], hidden: Tensor) -> None:
         thread = self._threads.get(key)
-        if thread is None:
-            longest = self.head.config.max_position_embeddings
-            thread = self._threads[key] = _Thread(ContiguousCache(self.head.config, longest))
-        thread.pending.append(hidden.float())
+        if thread is None or start > thread.end:
+            cache = ContiguousCache(self.head.config, FIRST, device=self.head.target.device)
+            thread = self._threads[key] = _Thread(cache, start)
+        seen = thread.end - start
+        if seen >= len(tokens):
+            return
+        thread.tokens += tokens[seen:]
+        thread.features.append(hidden[seen:].to(torch.float32, copy=True))  # a view would keep the whole step's
+        if len(thread.tokens) - thread.read > _HELD:
+            self._run([(thread, *thread.unread())])
+            thread.settle()
+
+    @torch.inference_mode()
+    def fork(self, key: Hashable, child: Hashable) -> None:
+        if (thread := self._threads.get(key)) is not None:
+            own = copied(thread.cache, thread.cache.max_tokens)
+            self._threads[child] = replace(
+                thread, cache=own, tokens=list(thread.tokens), features=list(thread.features)
+            )
 
     def forget(self, key: Hashable) -> None:
         self._threads.pop(key, None)
 
-    def propose(self, contexts: Sequence[Context]) -> list[Proposal]:
-        return [self._propose(context) for context in contexts]
+    def _begin(self, context: Context) -> Chain | None:
+        thread, known = self._threads.get(context.key), context.token_ids
+        if thread is None or thread.end != len(known) - 1:
+            return None  # the feature that the last token joins was not observed
+        most = min(context.count, self.head.config.max_position_embeddings - len(known))
+        return Chain(context, thread, known, most)
 
-    @torch.inference_mode()
-    def _propose(self, context: Context) -> Proposal:
-        thread = self._threads.get(context.key)
-        known = context.token_ids
-        if thread is None or thread.read + sum(map(len, thread.pending)) != len(known) - 1:
-            return NOTHING  # it was not shown every token, as where a prefix came from a cache
-        new, seen = torch.cat(thread.pending), thread.read
-        thread.pending, thread.cache.length = [], seen
-        feature = self._step(known[seen + 1 :], new, seen, thread.cache)
-        thread.read = len(known) - 1
-        tokens, probs = [], []
-        while True:
-            self._draw(context, tokens, probs, self.head.target.logits(feature)[0, : self.vocab_size])
-            if len(tokens) >= min(context.count, thread.cache.max_tokens - len(known)):
-                break
-            feature = self._step(tokens[-1:], feature, len(known) - 2 + len(tokens), thread.cache)
-        return Proposal(tokens, torch.stack(probs) if probs else None)
+    def _logits(self, chains: Sequence[Chain]) -> Tensor:
+        parts = []
+        for chain in chains:
+            thread = chain.held
+            new = thread.unread(chain.known[-1]) if thread.guess is None else (chain.tokens[-1:], thread.guess)
+            parts.append((thread, *new))
+        guessed = self._run(parts)
+        for i, chain in enumerate(chains):
+            chain.held.guess = guessed[i : i + 1]
+        target = self.head.target  # its final norm and head compute in its own precision
+        return target.logits(guessed.to(target.dtype))[:, : self.vocab_size]
 
-    def _step(self, tokens: Sequence[int], feature: Tensor, start: int, cache: ContiguousCache) -> Tensor:
-        """The last guessed feature (1, d) after reading pairs from `start` on."""
-        device = self.head.target.device
-        positions = torch.arange(start, start + len(tokens), device=device)
-        return self.head(torch.tensor(tokens, device=device), feature, positions, cache)[-1:]
+    def _end(self, chain: Chain) -> None:
+        if chain.held.guess is not None:
+            chain.held.settle()
 
-    def _draw(self, context: Context, tokens: list[int], probs: list[Tensor], logits: Tensor) -> None:
-        if context.params.is_greedy or not self.sampled:
-            tokens.append(int(logits.argmax()))
-            return
-        output = [*context.output_ids, *tokens]
-        probs.append(probabilities(logits, context.params, context.prompt_ids, output, self.eos_ids))
-        u = uniform(context.params.seed, len(context.prompt_ids) + len(output), context.sequence, DRAFT)
-        tokens.append(inverse_cdf(probs[-1], u))
+    def _run(self, parts: Sequence[tuple[_Thread, Sequence[int], Tensor]]) -> Tensor:
+        """(B, d): the last feature guessed for each, after it has read these tokens, each with the feature before."""
+        tokens, positions, last = [], [], []
+        for thread, new, _ in parts:
+            length = thread.cache.length
+            thread.cache = with_room(thread.cache, length + len(new))
+            positions += range(thread.base + length, thread.base + length + len(new))
+            tokens += new
+            last.append(len(tokens) - 1)
+        cache = side_by_side([thread.cache for thread, *_ in parts], [len(new) for _, new, _ in parts])
+        device, rows = self.head.target.device, torch.cat([rows for *_, rows in parts])
+        return self.head(torch.tensor(tokens, device=device), rows, torch.tensor(positions, device=device), cache)[last]

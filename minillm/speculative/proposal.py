@@ -51,8 +51,14 @@ class Proposer:
         """A proposal for each, of at most its `count` tokens, perhaps of none."""
         raise NotImplementedError
 
-    def observe(self, key: Hashable, tokens: Sequence[int], hidden: Tensor) -> None:
-        """The target's hidden states (T, d) of the sequence's next T tokens, now certain."""
+    def observe(self, key: Hashable, start: int, tokens: Sequence[int], hidden: Tensor) -> None:
+        """The target's hidden states (T, d) of the sequence's tokens from position `start` on, all of them certain.
+
+        Rows may come again, after the target computed them twice, and rows may be left out, where the target took them
+        from a cache. Copy what is to be kept: `hidden` is a view of a step."""
+
+    def fork(self, key: Hashable, child: Hashable) -> None:
+        """A second sequence goes on from the tokens of the first that were observed."""
 
     def forget(self, key: Hashable) -> None:
-        """The sequence has ended."""
+        """The sequence has ended, or what is kept of it can no longer be relied on."""

@@ -23,7 +23,8 @@ class SpeculativeConfig:
                 "eagle": a trained EagleHead
     adaptive    fewer drafts, or none, where they are not expected to pay (length.py)
     sampled     drafts of a model are drawn from its distribution; False: its likeliest tokens
-    tree        "draft" and "early_exit", one sequence alone: children of each node, level by level, in place of a chain
+    tree        "draft" and "early_exit": children of each node, level by level, in place of a chain. With generate
+                alone: in the engine's attention a row sees all rows before it, and branches must not see each other
     ngram_max, ngram_min: the tokens that must stand alike, at most and at least
     """
 

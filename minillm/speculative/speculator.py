@@ -72,8 +72,11 @@ def make_speculator(
     if not isinstance(config, SpeculativeConfig):
         raise EngineError(f"speculative is a {type(config).__name__}; give a SpeculativeConfig")
     refuse_states(model, "the target")
-    if engine and (config.tree or config.method == "eagle"):
-        raise EngineError("the engine verifies chains of ngram, draft or early_exit; trees and eagle go with generate")
+    if engine and config.tree:
+        raise EngineError(
+            "trees go with generate: in the engine's attention a row sees all rows of its sequence before it, and the "
+            "branches of a tree must not see each other; leave tree out"
+        )
     if made is None:
         return Speculator(config, _proposer(config, model, tokenizer))
     _check_target(made.proposer, model, tokenizer)
@@ -145,6 +148,7 @@ def _same_vocabulary(draft: Tokenizer, target: Tokenizer) -> None:
 def _eagle(head: EagleHead, model: Transformer) -> EagleHead:
     if not isinstance(head, EagleHead):
         raise EngineError(f"the draft is a {type(head).__name__}; method eagle needs an EagleHead")
-    if head.target is not model:
+    same = head.target.embedding is model.embedding and len(head.target.blocks) == len(model.blocks)
+    if not same:  # on another backend or compiled it is another object, of the same weights
         raise EngineError("this EagleHead reads the hidden states of another model; train one for this target")
     return head
