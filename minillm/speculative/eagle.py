@@ -19,9 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..attention import Attention
+from ..backend import with_backend
 from ..errors import EngineError
 from ..kv_cache import ContiguousCache, NoCache
-from ..layers import RMSNorm, SwiGLU
+from ..layers import Linear, RMSNorm, SwiGLU
 from ..transformer import Block, Transformer
 from .chains import FIRST, Chain, ChainProposer, copied, side_by_side, with_room
 from .proposal import Context
@@ -98,7 +99,7 @@ def train_eagle(
     if wrong := [i for text in texts for i in text if not 0 <= i < len(head.target.embedding)]:
         raise EngineError(f"token {wrong[0]} is outside the target's vocabulary; encode with its own tokenizer")
     hidden = [features(head.target, text).clone() for text in texts]
-    generator = torch.Generator().manual_seed(seed)
+    generator, logits = torch.Generator().manual_seed(seed), _differentiable(head.target)
     optimizer = torch.optim.AdamW([p for p in head.parameters() if p.requires_grad], learning_rate, weight_decay=0.01)
     losses = []
     for step in range(steps):
@@ -106,7 +107,7 @@ def train_eagle(
             group["lr"] = learning_rate * (1 - step / steps)
         at = int(torch.randint(len(texts), (1,), generator=generator))
         optimizer.zero_grad()
-        loss = _loss(head, torch.tensor(texts[at], device=head.target.device), hidden[at])
+        loss = _loss(head, logits, torch.tensor(texts[at], device=head.target.device), hidden[at])
         loss.backward()
         nn.utils.clip_grad_norm_(head.parameters(), 1.0)
         optimizer.step()
@@ -115,21 +116,29 @@ def train_eagle(
     return losses
 
 
-def _loss(head: EagleHead, tokens: Tensor, hidden: Tensor) -> Tensor:
+def _loss(head: EagleHead, logits: Callable[[Tensor], Tensor], tokens: Tensor, hidden: Tensor) -> Tensor:
     """Features f(0 … T-2) and tokens 1 … T-1 predict features f(1 … T-1)."""
     positions = torch.arange(len(tokens) - 1, device=tokens.device)
     guessed, wanted = head(tokens[1:], hidden[:-1], positions, NoCache(head.config)), hidden[1:]
     scale = wanted.pow(2).mean().sqrt()  # the residual stream of some models is in the hundreds
     feature = F.smooth_l1_loss(guessed / scale, wanted / scale)
     with torch.no_grad():
-        aim = _logits(head.target, wanted).softmax(-1)
-    token = F.cross_entropy(_logits(head.target, guessed), aim)
+        aim = logits(wanted).softmax(-1)
+    token = F.cross_entropy(logits(guessed), aim)
     return _FEATURE_WEIGHT * feature + _TOKEN_WEIGHT * token
 
 
-def _logits(target: Transformer, hidden: Tensor) -> Tensor:
-    """As target.logits, and differentiable in `hidden` if the head's layout is plain."""
-    return target.lm_head(target.final_norm(hidden.to(target.dtype))).float()
+def _differentiable(target: Transformer) -> Callable[[Tensor], Tensor]:
+    """The target's own norm and head, hidden (T, d) -> logits (T, V) float32, with a gradient. A packed or rounded
+    matrix has none or a wrong one, so what it makes of the unit vectors, which is the matrix, takes its place."""
+    target = with_backend(target, "torch")
+    norm, matrix = target.final_norm, target.lm_head
+    if type(matrix) is Linear:
+        return lambda hidden: matrix(norm(hidden.to(target.dtype))).float()
+    with torch.no_grad():
+        unit = torch.eye(target.config.hidden_size, dtype=target.dtype, device=target.device)
+        columns = matrix(unit).float()  # (d, V)
+    return lambda hidden: norm(hidden.to(target.dtype)).float() @ columns
 
 
 @dataclass
