@@ -58,9 +58,10 @@ class Checked(EagleProposer):
 def by_definition(head: EagleHead, known: list[int], drafts: list[int], base: int, vocab_size: int) -> bool:
     """Is each draft the likeliest, but for rounding?"""
     hidden, tokens = eagle.features(head.target, known[:-1])[base:], known[base + 1 :]
+    device = head.target.device
     for draft in drafts:
-        positions = torch.arange(base, base + len(tokens))
-        guess = head(torch.tensor(tokens), hidden, positions, NoCache(head.config))[-1:]
+        positions = torch.arange(base, base + len(tokens), device=device)
+        guess = head(torch.tensor(tokens, device=device), hidden, positions, NoCache(head.config))[-1:]
         logits = head.target.logits(guess)[0, :vocab_size]
         if logits[draft] < logits.max() - 1e-3:
             return False

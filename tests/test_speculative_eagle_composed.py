@@ -28,10 +28,11 @@ from minillm.speculative import (
     make_speculator,
 )
 from tests import tiny
-from tests.eagle_heads import GREEDY, JOBS, PROMPT, SAMPLED, checked, head_of, proposer_of, serve, trained
+from tests.eagle_heads import GREEDY, JOBS, PROMPT, SAMPLED, Checked, checked, head_of, proposer_of, serve, trained
 from tests.planted import planted
 from tests.serving import alone, answers, expected, make_engine, make_tiny, run
 from tests.serving_http import MODEL, client_of, wait_idle
+from tests.test_backend import DEVICE, needs_triton
 from tests.test_speculative_verification import chi_square
 
 
@@ -113,6 +114,28 @@ def test_few_bits_prefixes_and_a_head_in_one_server(tmp_path):
         wait_idle(server)
     assert engines[1].speculation.stats.accepted > 5
     assert engines[1].events.of("admitted")[-1].data["cached"] >= 8
+
+
+@needs_triton
+def test_the_head_reads_what_the_kernels_compute(tmp_path):
+    """It was trained on the model of another backend, another object of the same weights. On a GPU all is there."""
+    tiny.save("qwen3", tmp_path, num_hidden_layers=2)
+    pair = checkpoint.load(tmp_path, "float32", DEVICE, "torch")
+    config = SpeculativeConfig("eagle", 3, draft=head_of(*pair), adaptive=False)
+    speculator = Speculator(config, Checked(pair, sampled=False))
+    settings = SchedulerConfig(num_blocks=64, block_size=4, max_num_batched_tokens=12)
+    engine = Engine(*pair, settings, backend="triton", speculative=speculator)
+    params = SamplingParams(max_tokens=5, **GREEDY)
+    prompts = {"a": PROMPT[:9], "b": PROMPT[:5]}
+    for name, prompt in prompts.items():
+        engine.add_request(name, prompt, params)
+    done = run(engine)
+    for name, prompt in prompts.items():
+        assert answers(done[name]) == expected(pair, prompt, params)
+    assert engine.model.backend == "triton"
+    assert not speculator.proposer.wrong
+    assert speculator.proposer.right > 3
+    assert all(p.device.type == DEVICE for p in speculator.proposer.head.parameters())
 
 
 def test_a_target_in_bfloat16_has_a_head_in_float32(tmp_path):
