@@ -79,7 +79,8 @@ def proposer_of(engine: Engine) -> Checked:
 
 
 def nothing_is_left(engine: Engine) -> bool:
-    return not (proposer_of(engine)._threads or engine.speculation._seen or engine.speculation._proposals)
+    speculation = engine.speculation
+    return not (proposer_of(engine)._threads or speculation._seen or speculation._forks or speculation._proposals)
 
 
 def serve(engine, jobs) -> dict:

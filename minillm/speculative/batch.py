@@ -125,4 +125,5 @@ class BatchSpeculation:
     def forget(self, request: Request) -> None:
         self._proposals.pop(request, None)
         self._seen.pop(request, None)
+        self._forks = [pair for pair in self._forks if request not in pair]
         self.speculator.forget(request)
