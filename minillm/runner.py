@@ -24,9 +24,8 @@ from .state_slots import StateCopies
 from .step_plan import Scheduled, SchedulerOutput
 from .transformer import Transformer
 
-Watch = Callable[
-    [Scheduled, int, Tensor], None
-]  # (part, position of the first row, hidden (T, d)); the tensor is a view
+# (part, position of the first row, hidden (T, d)): the tensor is a view of a step's.
+Watch = Callable[[Scheduled, int, Tensor], None]
 
 TILE = 16
 CACHE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
