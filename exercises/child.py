@@ -15,6 +15,7 @@ from .files import defining_cell
 from .grade import explain, grade
 
 MODULE = "learner_notebook"
+MEMORY_LIMIT = 4 << 30  # bytes; a list that grows for ever must not take the machine with it
 _HARMLESS = re.compile(r"^%%(time|timeit|capture)\b.*\n")
 _MAGIC = re.compile(r"^(\s*)[%!].*$", re.MULTILINE)
 
@@ -60,7 +61,18 @@ def attempt(exercise: Exercise, cells: list[str], note) -> Outcome:
     return Outcome(exercise.chapter, exercise.name, FAILED, message, "definition")
 
 
+def limit_memory(size: int = MEMORY_LIMIT) -> None:
+    """Python raises MemoryError beyond `size` bytes, where the system can be asked for that (Linux)."""
+    if sys.platform == "linux":
+        import resource
+
+        _, most = resource.getrlimit(resource.RLIMIT_DATA)
+        size = size if most == resource.RLIM_INFINITY else min(size, most)
+        resource.setrlimit(resource.RLIMIT_DATA, (size, most))
+
+
 def main(jobs: str, results: str) -> None:
+    limit_memory()
     with Path(results).open("a", encoding="utf-8") as file:
 
         def note(event: dict) -> None:

@@ -54,6 +54,7 @@ class Exercise:
     checks: functions `(learner's function, Judge)` that raise Failed, easiest first; a check is known by its name.
     forbids: module prefixes whose contents the answer may not use, such as the one that holds the shipped version.
     mutates: True where changing an argument in place is the task.
+    fresh: True where the statement asks for new tensors, so that a view of an argument is no answer.
     seconds: the time one run of all the checks may take.
     """
 
@@ -67,6 +68,7 @@ class Exercise:
     entry: str = ""
     forbids: tuple[str, ...] = ()
     mutates: bool = False
+    fresh: bool = False
     seconds: float = 20.0
 
     def __post_init__(self) -> None:

@@ -16,7 +16,8 @@ from exercises.cli import main
 from exercises.core import FAILED, NOT_STARTED, PASSED, Exercise
 from exercises.files import built, code_cells, read_notebook, start, strip_solution, student_notebook
 from exercises.grade import grade
-from exercises.judge import Guarded, plain_copy
+from exercises.guard import Guarded
+from exercises.judge import plain_copy
 from exercises.prove import prove, verdicts
 from exercises.sandbox import Attempt, run
 

@@ -160,6 +160,12 @@ TOP_P = Exercise(
             edit=("ordered.cumsum(0)", "ordered.float().cumsum(0)"),
         ),
         Mistake("p = 1 cuts", "one_keeps_everything", edit=("if p >= 1:", "if p > 1:")),
+        Mistake(
+            "p = 1 gives the argument back",
+            "in_float64",
+            edit=("        return probs / probs.sum()", "        return probs"),
+        ),
     ],
     forbids=("minillm.sampling", "transformers"),
+    fresh=True,
 )

@@ -112,7 +112,8 @@ def follow(BlockAllocator, judge: Judge, num_blocks: int = 8, size: int = 4) -> 
 def as_many_blocks_as_needed(BlockAllocator, judge: Judge) -> None:
     for tokens in (1, 3, 4, 5, 8, 9):
         pool = follow(BlockAllocator, judge)
-        judge.equal(pool.allocator.num_free(), 8, "from num_free of a new allocator of 8 blocks.")
+        hint = "" if tokens == 1 else " Likely mistake: what an earlier one held, kept in the class and not in self."
+        judge.equal(pool.allocator.num_free(), 8, f"from num_free of a new allocator of 8 blocks.{hint}")
         pool.add("a", tokens)
         pool.read("after add")
         pool.count(f"after adding {tokens} tokens in blocks of 4.")

@@ -185,6 +185,10 @@ def one_token_is_left(longest_match, judge: Judge) -> None:
         )
 
 
+def shorter_than_a_block(longest_match, judge: Judge) -> None:
+    judge.equal(ids_of(longest_match, judge, [], 3, 4), [], "3 tokens in blocks of 4: no full block, so no keys.")
+
+
 def no_block_is_given_away(longest_match, judge: Judge) -> None:
     for num_tokens, size in ((5, 4), (9, 4), (11, 4), (13, 4), (3, 1)):
         full = num_tokens // size
@@ -214,6 +218,7 @@ MATCH = Exercise(
         takes_the_blocks_in_order,
         stops_at_the_first_miss,
         one_token_is_left,
+        shorter_than_a_block,
         no_block_is_given_away,
         block_zero_is_a_block,
     ],
@@ -234,6 +239,11 @@ MATCH = Exercise(
             "two tokens left",
             "no_block_is_given_away",
             edit=("(num_tokens - 1) // block_size", "(num_tokens - 2) // block_size if num_tokens > 1 else 0"),
+        ),
+        Mistake(
+            "looks at the first key",
+            "shorter_than_a_block",
+            edit=("    found = []\n", "    found = []\n    if keys[0] not in cached:\n        return found\n"),
         ),
         Mistake("zero is a miss", "block_zero_is_a_block", edit=("if key not in cached:", "if not cached.get(key):")),
     ],

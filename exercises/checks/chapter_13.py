@@ -8,7 +8,6 @@ from __future__ import annotations
 import torch
 
 from exercises import Exercise, Judge, Mistake
-from exercises.judge import Guarded
 
 from .chapter_13_groups import GROUPS
 from .chapter_13_mxfp4 import MXFP4
@@ -31,7 +30,7 @@ def random_codes(rows: int, columns: int, low: int = -8, seed: int = 0) -> torch
 
 
 def packs(Nibbles, codes: torch.Tensor, judge: Judge, hint: str) -> None:
-    got = Guarded(Nibbles().pack, "pack")(codes)
+    got = Nibbles().pack(codes)
     judge.type(got, torch.Tensor)
     judge.equal(got, bit_strings(codes.tolist()), f"pack({codes.tolist()}). Likely mistake: {hint}")
     judge.true(got.dtype == torch.uint8, "pack must return uint8.")
@@ -62,7 +61,7 @@ def packs_odd_columns(Nibbles, judge: Judge) -> None:
 def unpacks(Nibbles, columns: int, low: int, judge: Judge, hint: str) -> None:
     codes = random_codes(3, columns, low, seed=columns)
     packed = torch.tensor(bit_strings(codes.tolist()), dtype=torch.uint8)
-    got = Guarded(Nibbles().unpack, "unpack")(packed, columns)
+    got = Nibbles().unpack(packed, columns)
     judge.type(got, torch.Tensor)
     judge.equal(got, codes, f"unpack of {columns} columns. Likely mistake: {hint}")
     judge.true(got.dtype == torch.int8, "unpack must return int8.")

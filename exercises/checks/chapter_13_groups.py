@@ -43,7 +43,7 @@ def rounded(quantize_groups, weight: torch.Tensor, group: int, symmetric: bool, 
         where = f"In {what} of {tuple(weight.shape)} in {kind} groups of {group}. Likely mistake: {hint}"
         judge.close(got[i].double(), want[i].double(), where, rtol=1e-6, atol=1e-9)
     for what, i in (("codes", 0), ("zero", 2)):
-        judge.true(not got[i].is_floating_point(), f"{what} must be int32: they are stored as integers.")
+        judge.true(got[i].dtype == torch.int32, f"{what} is {got[i].dtype}, must be torch.int32.")
 
 
 def normal(rows: int, columns: int, seed: int, shift: float = 0.0) -> torch.Tensor:

@@ -125,23 +125,39 @@ MAKE_UP = Exercise(
 # --- fold
 
 
+def folded(fold, gain: Tensor, weights: list[Tensor], s: Tensor, judge: Judge) -> tuple[Tensor, list[Tensor]]:
+    """What came back, after making sure that it can be multiplied."""
+    new_gain, new_weights = judge.parts(fold(gain, weights, s), "the gain", "the list of matrices")
+    judge.type(new_weights, (list, tuple), "new_weights")
+    hint = "Every matrix that reads the norm must multiply by s, and all are returned."
+    judge.equal(len(new_weights), len(weights), hint)
+    for name, got, given in (
+        ("new_gain", new_gain, gain),
+        *(("a matrix", *pair) for pair in zip(new_weights, weights)),
+    ):
+        judge.type(got, Tensor, name)
+        judge.equal(list(got.shape), list(given.shape), f"the shape of {name}.")
+        judge.true(got.dtype == given.dtype, f"{name} is {got.dtype}, must be {given.dtype} as it was.")
+    return new_gain, new_weights
+
+
 def product_is_kept(fold, judge: Judge) -> None:
-    gain, weights, s = draw(6), [draw(4, 6, seed=1), draw(3, 6, seed=2)], draw(6, seed=3).abs() + 0.5
-    new_gain, new_weights = fold(gain, weights, s)
-    judge.equal(len(new_weights), 2, "Every matrix that reads the norm must multiply by s, and all are returned.")
-    x = draw(6, seed=4)
-    for before, after in zip(weights, new_weights, strict=True):
-        judge.close(
-            after @ (new_gain * x),
-            before @ (gain * x),
-            "Likely mistake: both multiplied, both divided, or rows of the matrix in place of its columns.",
-        )
+    for K, rows in ((6, (4, 3)), (5, (5,)), (3, (7, 2, 3))):
+        gain, weights, s = draw(K), [draw(N, K, seed=N) for N in rows], draw(K, seed=3).abs() + 0.5
+        new_gain, new_weights = folded(fold, gain, weights, s, judge)
+        x = draw(K, seed=4)
+        for before, after in zip(weights, new_weights, strict=True):
+            judge.close(
+                after @ (new_gain * x),
+                before @ (gain * x),
+                "Likely mistake: both multiplied, both divided, or rows of the matrix in place of its columns.",
+            )
 
 
 def the_output_shrinks(fold, judge: Judge) -> None:
-    gain, s = draw(5), torch.full((5,), 4.0, dtype=torch.float64)
-    new_gain, _ = fold(gain, [draw(2, 5)], s)
-    judge.close(new_gain, gain / 4, "The norm's output is divided by s. Likely mistake: the two exchanged.")
+    gain, s = draw(5), draw(5, seed=6).abs() + 2
+    new_gain, _ = folded(fold, gain, [draw(2, 5)], s, judge)
+    judge.close(new_gain, gain / s, "The norm's output is divided by s. Likely mistake: the two exchanged.")
 
 
 FOLD = Exercise(
@@ -164,6 +180,15 @@ FOLD = Exercise(
             "only the first matrix",
             "product_is_kept",
             edit=("[weight * s for weight in weights]", "[weights[0] * s, *weights[1:]]"),
+        ),
+        Mistake(
+            "rows for columns", "product_is_kept", edit=("[weight * s for", "[(weight.T * s[: len(weight)]).T for")
+        ),
+        Mistake("matrices stacked", "product_is_kept", edit=("[weight * s for", "[torch.cat(weights) * s for")),
+        Mistake(
+            "the gain in place",
+            "product_is_kept",
+            source="def fold(gain, weights, s):\n    gain /= s\n    return gain, [weight * s for weight in weights]\n",
         ),
     ],
     forbids=LIBRARY,
@@ -195,10 +220,14 @@ def rounded(numbers: list[float]) -> list[float]:
     return [low if step == 0 else low + round((x - low) / step) * step for x in numbers]
 
 
+def read(round_cache, keys: Tensor, values: Tensor, size: int, recent: int, judge: Judge) -> tuple[Tensor, Tensor]:
+    return judge.parts(round_cache(keys, values, size, recent), "keys", "values")
+
+
 def keys_by_channel(round_cache, judge: Judge) -> None:
     keys, values = draw(8, 4), draw(8, 4, seed=1)
     keys[:, 1] *= 50  # an outlier channel
-    got, _ = round_cache(keys, values, 4, 0)
+    got, _ = read(round_cache, keys, values, 4, 0, judge)
     wanted, _ = one_by_one(keys, values, 4, 0)
     judge.close(
         got,
@@ -211,7 +240,7 @@ def keys_by_channel(round_cache, judge: Judge) -> None:
 def values_by_token(round_cache, judge: Judge) -> None:
     keys, values = draw(8, 8), draw(8, 8, seed=1)
     values[3] *= 50
-    _, got = round_cache(keys, values, 4, 0)
+    _, got = read(round_cache, keys, values, 4, 0, judge)
     _, wanted = one_by_one(keys, values, 4, 0)
     judge.close(got, wanted, "Values, groups of 4 channels of one token. Likely mistake: rounded like the keys.")
 
@@ -221,7 +250,7 @@ def the_newest_are_left_alone(round_cache, judge: Judge) -> None:
         keys, values = draw(T, 8, seed=T), draw(T, 8, seed=T + 1)
         for name, got, wanted in zip(
             ("keys", "values"),
-            round_cache(keys, values, size, recent),
+            read(round_cache, keys, values, size, recent, judge),
             one_by_one(keys, values, size, recent),
             strict=True,
         ):
@@ -235,7 +264,7 @@ def the_newest_are_left_alone(round_cache, judge: Judge) -> None:
 
 def equal_numbers(round_cache, judge: Judge) -> None:
     keys = torch.full((4, 4), 2.5, dtype=torch.float64)
-    for got in round_cache(keys, keys.clone(), 4, 0):
+    for got in read(round_cache, keys, keys.clone(), 4, 0, judge):
         judge.close(got, keys, "All numbers of a group are equal. Likely mistake: 0 / 0.")
 
 
@@ -274,8 +303,20 @@ ROUND_CACHE = Exercise(
             edit=("max(0, T - recent) // size * size", "min(T, -(-max(0, T - recent) // size) * size) // size * size"),
         ),
         Mistake("divides zero by zero", "equal_numbers", edit=("torch.where(step > 0, step, 1)", "step")),
+        Mistake(
+            "nothing to round, nothing copied",
+            "the_newest_are_left_alone",
+            edit=("    if n:\n", "    if not n:\n        return keys, values\n    if n:\n"),
+        ),
+        Mistake(
+            "one tensor for both",
+            "keys_by_channel",
+            edit=("return new_keys, new_values", "return torch.stack([new_keys, new_values])"),
+        ),
+        Mistake("keys alone", "keys_by_channel", edit=("return new_keys, new_values", "return new_keys")),
     ],
     forbids=LIBRARY,
+    fresh=True,
 )
 
 EXERCISES = [MAKE_UP, FOLD, ROUND_CACHE]

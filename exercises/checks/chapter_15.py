@@ -36,11 +36,11 @@ def written(row: list[float]) -> tuple[list[float], list[int]]:
 
 def packed(pack_row, row: list[float], judge: Judge, hint: str) -> None:
     got = pack_row(row)
-    judge.type(got, (tuple, list))
-    judge.equal(len(got), 2, "Two lists are wanted, (values, indices).")
+    judge.parts(got, "values", "indices")
     want = written(row)
     for name, mine, right in zip(("values", "indices"), got, want, strict=True):
-        judge.equal([*mine], right, f"({name}) for pack_row({row}). Likely mistake: {hint}")
+        judge.type(mine, (list, tuple), name)
+        judge.equal(mine, right, f"({name}) for pack_row({row}). Likely mistake: {hint}")
 
 
 def one_pair(pack_row, judge: Judge) -> None:
@@ -60,6 +60,7 @@ def two_groups_a_byte(pack_row, judge: Judge) -> None:
 def half_a_byte_left(pack_row, judge: Judge) -> None:
     hint = "the last of an odd number of groups lost; it has a byte of its own, whose upper half is 0."
     packed(pack_row, [1.0, 2.0, 0.0, 0.0, 0.0, 3.0, 4.0, 0.0, 0.0, 5.0, 0.0, 6.0], judge, hint)
+    packed(pack_row, [], judge, "a row of no groups has no values and no bytes.")
 
 
 def fewer_than_two(pack_row, judge: Judge) -> None:

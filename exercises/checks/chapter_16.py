@@ -114,7 +114,7 @@ def by_every_ending(rates: list) -> float:
 def counted(tokens_per_step, rates: list, judge: Judge, hint: str) -> None:
     got = tokens_per_step(rates)
     judge.type(got, (float, int))
-    judge.close(float(got), by_every_ending(rates), f"for tokens_per_step({rates}). Likely mistake: {hint}")
+    judge.close(got, by_every_ending(rates), f"for tokens_per_step({rates}). Likely mistake: {hint}")
 
 
 def certain_and_hopeless(tokens_per_step, judge: Judge) -> None:

@@ -31,7 +31,7 @@ def read(experts_read, chances: list, tokens: int, judge: Judge, hint: str) -> N
     got = experts_read(chances, tokens)
     judge.type(got, (float, int))
     want = by_enumeration(chances, tokens)
-    judge.close(float(got), want, f"for experts_read({chances}, {tokens}). Likely mistake: {hint}")
+    judge.close(got, want, f"for experts_read({chances}, {tokens}). Likely mistake: {hint}")
 
 
 def one_token(experts_read, judge: Judge) -> None:
