@@ -175,7 +175,7 @@ def dealt_in_portions(resident_programs, judge: Judge) -> None:
 
 def warps_and_programs_run_out(resident_programs, judge: Judge) -> None:
     hint = "a processor has so many warps, and so many programs, whatever they take."
-    counted(resident_programs, [(20, 8, 64), (16, 1, 0), (24, 16, 64), (30, 2, 64)], H100, judge, hint)
+    counted(resident_programs, [(20, 8, 64), (16, 1, 0), (24, 16, 64), (30, 2, 64), (20, 24, 64)], H100, judge, hint)
 
 
 def shared_memory_runs_out(resident_programs, judge: Judge) -> None:
@@ -229,6 +229,11 @@ FITS = Exercise(
         ),
         Mistake(
             "warps without a limit", "warps_and_programs_run_out", edit=('chip["warps"] // kernel["warps"]', "10**6")
+        ),
+        Mistake(
+            "a part of a program",
+            "warps_and_programs_run_out",
+            edit=('chip["warps"] // kernel["warps"]', 'chip["warps"] / kernel["warps"]'),
         ),
         Mistake(
             "the reserved part forgotten",

@@ -192,6 +192,16 @@ def far_from_zero(merge_splits, judge: Judge) -> None:
     splits_merged(merge_splits, (outs, lses, out, lses.double().logsumexp(0).float()), judge, hint)
 
 
+def far_from_each_other(merge_splits, judge: Judge) -> None:
+    outs, lses, *_ = split_up([4, 6, 3], 2, 4, seed=12)
+    for apart in (60.0, 300.0):
+        moved = lses + apart * torch.tensor([[0.0, 2.0], [1.0, 0.0], [2.0, 1.0]])
+        weights, lse = moved.double().softmax(0), moved.double().logsumexp(0).float()
+        out = torch.einsum("sh,shd->hd", weights, outs.double()).float()
+        hint = "another split's log-sum-exp taken out than the largest; e to the rest overflows."
+        splits_merged(merge_splits, (outs, moved, out, lse), judge, hint)
+
+
 def some_without_keys(merge_splits, judge: Judge) -> None:
     hint = "what a split without keys holds was used; 0 · NaN is NaN."
     for lengths in ([0, 4], [5, 0, 0, 3]):
@@ -215,7 +225,9 @@ SPLITS = Exercise(
     chapter="07",
     difficulty=2,
     minutes=20,
-    checks=[two_alike, weights_by_log_sum_exp, far_from_zero, some_without_keys, none_with_keys],
+    checks=[
+        two_alike, weights_by_log_sum_exp, far_from_zero, far_from_each_other, some_without_keys, none_with_keys,
+    ],
     mistakes=[
         Mistake(
             "a sum, not divided", "two_alike",
@@ -240,6 +252,8 @@ SPLITS = Exercise(
             "one maximum for all heads", "far_from_zero",
             edit=("most = lses.amax(0)", "most = lses.amax().expand(lses.shape[1])"),
         ),
+        Mistake("takes the smallest out", "far_from_each_other", edit=("most = lses.amax(0)", "most = lses.amin(0)")),
+        Mistake("takes the first out", "far_from_each_other", edit=("most = lses.amax(0)", "most = lses[0]")),
         Mistake(
             "weighs what is not there", "some_without_keys",
             edit=("torch.where(lses[..., None] > -torch.inf, outs, 0.0)", "outs"),

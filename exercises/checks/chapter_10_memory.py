@@ -82,6 +82,15 @@ def what_is_owed_is_not_given_away(admit, judge: Judge) -> None:
     )
 
 
+def each_debt_is_whole_blocks(admit, judge: Judge) -> None:
+    compare(
+        admit,
+        [([8], [(5, 1)] * 3, 8, 4, 4, 50), ([8], [(5, 1)] * 3, 8, 5, 4, 50), ([4], [(7, 1), (6, 1)], 8, 2, 4, 50)],
+        judge,
+        "Likely mistake: debts added up in tokens or parts of blocks; each request is owed whole blocks of its own.",
+    )
+
+
 def too_many_held_are_no_gift(admit, judge: Judge) -> None:
     compare(
         admit,
@@ -148,6 +157,7 @@ ADMIT = Exercise(
         blocks_are_rounded_up,
         no_overtaking,
         what_is_owed_is_not_given_away,
+        each_debt_is_whole_blocks,
         too_many_held_are_no_gift,
         promised_once,
         a_prompt_is_cut,
@@ -173,6 +183,11 @@ ADMIT = Exercise(
             "nothing is owed",
             "what_is_owed_is_not_given_away",
             edit=("for known, held in running)", "for known, held in [])"),
+        ),
+        Mistake(
+            "debts in parts of blocks",
+            "each_debt_is_whole_blocks",
+            edit=("max(0, -(-known // block_size) - held)", "max(0, known / block_size - held)"),
         ),
         Mistake(
             "negative debt",

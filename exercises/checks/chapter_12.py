@@ -40,6 +40,9 @@ def intervals_not_tokens(latencies, judge: Judge) -> None:
         "five tokens have four gaps, of 8 seconds together. Likely mistake: divided by n, or the wait for the first "
         "token counted in.",
     )
+    two = measured(latencies, 0.0, 0.0, [5.0, 6.5], judge)
+    judge.true(two["tpot"] is not None, "tpot is None for two tokens, which have one gap.")
+    judge.close(two["tpot"], 1.5, "for tpot of two tokens, at 5.0 and 6.5.")
 
 
 def gaps_between_tokens(latencies, judge: Judge) -> None:
@@ -80,6 +83,7 @@ LATENCIES = Exercise(
         ),
         Mistake("E2EL from the send", "from_the_intended_arrival", edit=("tokens[-1] - intended", "tokens[-1] - sent")),
         Mistake("divided by n", "intervals_not_tokens", edit=("/ (count - 1)", "/ count")),
+        Mistake("two tokens have no pace", "intervals_not_tokens", edit=("if count > 1", "if count > 2")),
         Mistake(
             "first token included",
             "intervals_not_tokens",
@@ -152,6 +156,18 @@ def a_limit_is_met_exactly(goodput, judge: Judge) -> None:
     compare(goodput, records, 1.5, 0.5, judge, "Likely mistake: < where at most is meant, or TPOT divided by n.")
 
 
+def the_pace_is_a_mean(goodput, judge: Judge) -> None:
+    records = [
+        (0, 9, True, [1.0, 1.5, 2.0, 6.0]),
+        (0, 9, True, [1.0, 1.5, 2.0, 8.5]),
+        (0, 9, True, [1.0, 3.0, 3.5, 4.0]),
+    ]
+    hint = (
+        "Likely mistake: the first gap or the largest judged, or divided by the tokens; TPOT is a mean over the gaps."
+    )
+    compare(goodput, records, 2.0, 2.0, judge, hint)
+
+
 def one_token_has_no_pace(goodput, judge: Judge) -> None:
     records = [(0, 4, True, [4.0]), (1, 2, True, []), (1, 5, True, [4.5, 5.0])]
     hint = "The first has one token, the second ended without any. Likely mistake: division by zero avoided by a miss."
@@ -175,6 +191,7 @@ GOODPUT = Exercise(
         refused_is_a_miss,
         both_limits,
         a_limit_is_met_exactly,
+        the_pace_is_a_mean,
         one_token_has_no_pace,
         the_whole_run,
     ],
@@ -204,6 +221,16 @@ def goodput(records, ttft, tpot):
             edit=("tpot is None or pace <= tpot", "tpot is not None and pace <= tpot"),
         ),
         Mistake("below, not at most", "a_limit_is_met_exactly", edit=("pace <= tpot", "pace < tpot")),
+        Mistake("divided by the tokens", "the_pace_is_a_mean", edit=("/ (len(tokens) - 1)", "/ len(tokens)")),
+        Mistake("the first gap", "the_pace_is_a_mean", edit=("(tokens[-1] - tokens[0])", "(tokens[1] - tokens[0])")),
+        Mistake(
+            "the largest gap",
+            "the_pace_is_a_mean",
+            edit=(
+                "(tokens[-1] - tokens[0]) / (len(tokens) - 1)",
+                "max(b - a for a, b in zip(tokens, tokens[1:]))",
+            ),
+        ),
         Mistake("TTFT must be below", "a_limit_is_met_exactly", edit=("- intended > ttft", "- intended >= ttft")),
         Mistake(
             "one token is a miss",

@@ -248,8 +248,10 @@ def values_by_token(round_cache, judge: Judge) -> None:
 def the_newest_are_left_alone(round_cache, judge: Judge) -> None:
     for T, size, recent in ((10, 4, 3), (12, 4, 4), (7, 4, 0), (3, 4, 0), (5, 4, 9)):
         keys, values = draw(T, 8, seed=T), draw(T, 8, seed=T + 1)
-        for name, got, wanted in zip(
+        whole = max(0, T - recent) // size * size
+        for name, given, got, wanted in zip(
             ("keys", "values"),
+            (keys, values),
             read(round_cache, keys, values, size, recent, judge),
             one_by_one(keys, values, size, recent),
             strict=True,
@@ -260,6 +262,10 @@ def the_newest_are_left_alone(round_cache, judge: Judge) -> None:
                 f"{name}, {T} tokens, groups of {size}, {recent} recent. Likely mistake: a group that is not whole is "
                 "rounded, or one that reaches into the newest tokens.",
             )
+            exactly = (
+                f"{name} from token {whole} on, which stay exactly as they are. Likely mistake: float32 on the way."
+            )
+            judge.equal(got[whole:], given[whole:], exactly)
 
 
 def equal_numbers(round_cache, judge: Judge) -> None:
@@ -312,6 +318,11 @@ ROUND_CACHE = Exercise(
             "one tensor for both",
             "keys_by_channel",
             edit=("return new_keys, new_values", "return torch.stack([new_keys, new_values])"),
+        ),
+        Mistake(
+            "by way of float32",
+            "the_newest_are_left_alone",
+            edit=("keys.clone(), values.clone()", "keys.float(), values.float()"),
         ),
         Mistake("keys alone", "keys_by_channel", edit=("return new_keys, new_values", "return new_keys")),
     ],

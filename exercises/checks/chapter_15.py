@@ -198,14 +198,26 @@ def any_share(wanda_mask, judge: Judge) -> None:
         masked(wanda_mask, weight, x, sparsity, judge, "a number other than int(sparsity · columns) for each row.")
 
 
+def close_scores(wanda_mask, judge: Judge) -> None:
+    weight = 1 + torch.tensor([[3.0, 1.0, 0.0, 2.0]]) / 4096
+    hint = "scores in fewer bits than float32, in which these are all alike, or infinite."
+    for loudness in (1.0, 1e5):
+        masked(wanda_mask, weight, torch.full((2, 4), loudness), 0.5, judge, hint)
+
+
 WANDA = Exercise(
     name="wanda_mask",
     title="Wanda's mask",
     chapter="15",
     difficulty=2,
     minutes=15,
-    checks=[quiet_inputs_alike, loud_inputs_count, the_length_not_the_sum, each_row_alone, any_share],
+    checks=[quiet_inputs_alike, loud_inputs_count, the_length_not_the_sum, each_row_alone, any_share, close_scores],
     mistakes=[
+        Mistake(
+            "scores in float16",
+            "close_scores",
+            edit=("scores.argsort(dim=1)", "scores.half().argsort(dim=1, stable=True)"),
+        ),
         Mistake("signs kept", "quiet_inputs_alike", edit=("weight.abs()", "weight")),
         Mistake(
             "the mask of what goes",

@@ -125,6 +125,9 @@ def verified(verify_greedy, judge: Judge, drafts: list, choices: list, hint: str
     tokens, valid = one_at_a_time(drafts, rows_for(choices))
     where = f"drafts {drafts}, the target's choices {choices}"
     judge.equal(got[0], tokens, f"for {where}. Likely mistake: {hint}")
+    judge.true(
+        all(type(token) is int for token in got[0]), "The tokens must be ints. Likely mistake: rows of a tensor."
+    )
     judge.equal(got[1], valid, f"rows whose keys are valid, for {where}. Likely mistake: {keys}")
 
 
@@ -158,6 +161,7 @@ VERIFY = Exercise(
     checks=[all_kept, first_refusal_ends_it, agreement_by_chance, no_drafts_at_all],
     mistakes=[
         Mistake("no bonus", "all_kept", edit=("choices[: kept + 1]", "choices[: min(kept + 1, len(drafts))]")),
+        Mistake("tensors for tokens", "all_kept", edit=("argmax(-1).tolist()", "argmax(-1).unbind()")),
         Mistake("rows shifted", "all_kept", edit=("choices[kept]", "choices[kept + 1]")),
         Mistake("the bonus has keys", "all_kept", edit=("], kept + 1", "], kept + 2")),
         Mistake(
