@@ -28,6 +28,7 @@ from .rotation import rotate_
 from .scheme import GROUPS, Scheme, parse
 from .smoothquant import smooth_block
 from .weight import QuantizedWeight, check_weight, quantize_weight
+from .whole import whole_or_not
 
 HEAD = "lm_head"
 WHOLE = ("kv_b_proj",)  # multiplied by parts, which no packed layout gives
@@ -80,7 +81,8 @@ def quantize_(
     shrink_groups: bool = False,
     exact: bool = False,
 ) -> Report:
-    """Replaces every Linear of the model by a QuantizedLinear; nothing is changed if one of them does not fit.
+    """Replaces every Linear of the model by a QuantizedLinear, or changes nothing: an error or Ctrl-C on the way leaves
+    the model as it was.
 
     scheme: a name such as "int4-g128" (see scheme.py). calibration: token ids for the methods that look at
     activations (gptq, awq, smoothquant); never the text that quality is then measured on. head: the scheme of lm_head,
@@ -100,6 +102,14 @@ def quantize_(
         for *_, name, layer in linear_layers(model)
         if wanted[name] is not None
     }
+    with whole_or_not(model):
+        return _change(model, scheme, chosen, calibration, exact)
+
+
+def _change(
+    model: Transformer, scheme: Scheme, chosen: dict[str, Scheme], calibration: Sequence[int] | None, exact: bool
+) -> Report:
+    """What quantize_ does once all is checked: rotation, then block by block with calibration, then what is left."""
     job = _Job(model, chosen, exact, Report(scheme.name))
     if scheme.rotate:
         rotate_(model)
@@ -107,10 +117,10 @@ def quantize_(
         prepare, choose = METHODS[scheme.method]
         for_each_block(model, calibration, lambda i, block, found: job.block(i, block, found, scheme, prepare, choose))
     plain = hqq if scheme.method == "hqq" else quantize_weight
-    for parent, attribute, name, layer in list(linear_layers(model)):
-        if name in chosen:
-            method = plain if name != HEAD else quantize_weight
-            job.replace(parent, attribute, name, method(layer.weight, chosen[name]))
+    left = [place for *place, _ in linear_layers(model) if place[2] in chosen]
+    for parent, attribute, name in left:  # without the layers: a rotated matrix is let go when it has been replaced
+        method = plain if name != HEAD else quantize_weight
+        job.replace(parent, attribute, name, method(getattr(parent, attribute).weight, chosen[name]))
     sparse = getattr(model, "sparsity", None)
     model.layout = scheme.name if sparse is None else f"{scheme.name}, {sparse.name}"
     return job.report

@@ -89,7 +89,7 @@ def _rotate_values(attention: Attention) -> None:
     values = weight[first:].view(kv, D, -1).double()
     weight[first:] = (R @ values).reshape(kv * D, -1).to(weight.dtype)
     if attention.qkv_proj.bias is not None:
-        bias = attention.qkv_proj.bias.data
+        bias = attention.qkv_proj.bias.data = attention.qkv_proj.bias.data.clone()
         bias[first:] = (R @ bias[first:].view(kv, D, 1).double()).reshape(-1).to(bias.dtype)
     out = attention.o_proj.weight.data
     attention.o_proj.weight.data = (out.view(-1, H, D).double() @ R.t()).reshape(out.shape).to(out.dtype)
