@@ -5,6 +5,10 @@ has them, `X.weight_zero_point`, `X.weight_global_scale`, `X.weight_shape`. conf
 `quantization_config` which modules have which format, so that a server that knows the convention can load the file.
 What the convention has no word for (3 bits, ternary, fractional zero points) is stored in the same way and marked
 "minillm-packed".
+
+Read, and never written: 8-bit codes that others pack too, four to an int32, and one scale for a whole tensor. How
+others would round activations and the KV cache (`X.input_scale`, `k_scale`) is not read: they stay as they are, but for
+int8 weights whose config names activations, which become int8-dynamic.
 """
 
 from __future__ import annotations
@@ -21,10 +25,13 @@ from . import number_formats as nf
 from .scheme import FP8_BLOCK, Scheme
 from .weight import QuantizedWeight
 
-SUFFIXES = ("weight", "weight_packed", "weight_scale", "weight_zero_point", "weight_global_scale", "weight_shape")
+SUFFIXES = ("weight", "weight_packed", "weight_scale", "weight_zero_point", "weight_global_scale", "weight_shape",
+            "weight_g_idx")  # fmt: skip
 FORMAT = {"int8": "int-quantized", "int4": "pack-quantized", "fp8": "float-quantized", "fp8-e5m2": "float-quantized",
           "mxfp4": "mxfp4-pack-quantized", "nvfp4": "nvfp4-pack-quantized"}  # fmt: skip
 OWN = "minillm-packed"
+_NAIVE, _MIXED = "naive-quantized", "mixed-precision"  # codes as they are; groups of several formats
+_OF_ACTIVATIONS = re.compile(r".*\.(?:input|output|q|k|v)_(?:scale|zero_point|global_scale)")
 _FLOAT8 = {"fp8": torch.float8_e4m3fn, "fp8-e5m2": torch.float8_e5m2}
 _CODES = {"int8": torch.int8, **_FLOAT8}  # of the others uint8
 _SCALES = {"mxfp4": torch.uint8, "nvfp4": torch.float8_e4m3fn}  # of the others any float
@@ -61,7 +68,8 @@ def _stored_zero(weight: QuantizedWeight) -> Tensor:
 
 def weight_from(scheme: Scheme, shape: tuple[int, int], part: Mapping[str, Tensor], name: str) -> QuantizedWeight:
     """The matrix that `tensors_of` took apart. Raises CheckpointError naming what is missing, misshapen or damaged."""
-    key = "weight" if scheme.bits == 8 else "weight_packed"
+    words = scheme.format == "int4" or (scheme.format == "int8" and "weight_packed" in part)  # int32s of several codes
+    key = "weight" if scheme.bits == 8 and not words else "weight_packed"
     zero = [] if scheme.symmetric else ["weight_zero_point"]
     whole = ["weight_global_scale"] if scheme.format == "nvfp4" else []
     for needed in (key, "weight_scale", *zero, *whole):
@@ -74,24 +82,37 @@ def weight_from(scheme: Scheme, shape: tuple[int, int], part: Mapping[str, Tenso
         raise CheckpointError(
             f"{name} has {columns} columns, which its config's groups of {scheme.group} do not divide"
         )
-    packed = part[key]
-    if scheme.format == "int4":
-        _check(f"{name}.{key}", packed, (rows, columns // 8), torch.int32)
-        packed = packed.view(torch.uint8)
-    _check(f"{name}.{key}", packed, (rows, columns * scheme.bits // 8), _CODES.get(scheme.format, torch.uint8))
-    if not _are_codes(scheme, packed):
-        raise CheckpointError(f"tensor {name}.{key} holds codes that {scheme.name} has not; download the model again")
-    if scheme.format == "int8" and not scheme.symmetric:
-        packed = (packed.short() + 128).to(torch.uint8)
+    packed = _codes_of(scheme, part[key], shape, words, f"{name}.{key}")
     scale = part["weight_scale"]
-    if scheme.granularity == "tensor" and scale.dim() < 2 and scale.numel() == 1:
-        scale = scale.view(1, 1)  # others write one number
+    if scale.numel() == 1 and scale.dim() < 2 and scheme.format != "nvfp4":  # others write one number
+        scale = scale.view(1, 1)
+        if scheme.group is None and scheme.granularity == "channel":
+            scale = scale.expand(rows, 1).contiguous()
     _check(f"{name}.weight_scale", scale, scale_shape(scheme, shape), _SCALES.get(scheme.format))
-    found = [_loaded_zero(scheme, part["weight_zero_point"], rows, scale.shape[1], name) if zero else None]
+    found = [_loaded_zero(scheme, part["weight_zero_point"], rows, scale.shape[1], words, name) if zero else None]
     found += [_global_scale(part["weight_global_scale"], name) if whole else None]
     if not (nf.from_e8m0(scale) if scheme.format == "mxfp4" else scale.float()).isfinite().all():
         raise CheckpointError(f"tensor {name}.weight_scale holds no finite numbers; download the model again")
     return QuantizedWeight(scheme, shape, packed, scale, *found)
+
+
+def _codes_of(scheme: Scheme, packed: Tensor, shape: tuple[int, int], words: bool, name: str) -> Tensor:
+    """Codes as QuantizedWeight holds them. In words the lowest bits come first, every code shifted to be positive, and
+    a row's last word is filled up."""
+    rows, columns = shape
+    if columns * scheme.bits % 8:
+        raise CheckpointError(f"tensor {name} has {columns} columns, no whole bytes of {scheme.bits}-bit codes")
+    width = columns * scheme.bits // 8
+    if words:
+        _check(name, packed, (rows, -(-width // 4)), torch.int32)
+        packed = packed.view(torch.uint8)[:, :width].contiguous()
+    stored = torch.uint8 if words else _CODES.get(scheme.format, torch.uint8)
+    _check(name, packed, (rows, width), stored)
+    if not _are_codes(scheme, packed):
+        raise CheckpointError(f"tensor {name} holds codes that {scheme.name} has not; download the model again")
+    if scheme.format != "int8" or words != scheme.symmetric:
+        return packed
+    return (packed.short() - 128).to(torch.int8) if words else (packed.short() + 128).to(torch.uint8)
 
 
 def _are_codes(scheme: Scheme, packed: Tensor) -> bool:
@@ -104,19 +125,20 @@ def _are_codes(scheme: Scheme, packed: Tensor) -> bool:
     return True
 
 
-def _loaded_zero(scheme: Scheme, zero: Tensor, rows: int, groups: int, name: str) -> Tensor:
+def _loaded_zero(scheme: Scheme, zero: Tensor, rows: int, groups: int, words: bool, name: str) -> Tensor:
+    """In words a column of groups has its rows packed, as `_codes_of` has columns."""
     name = f"{name}.weight_zero_point"
     if zero.is_floating_point():
         _check(name, zero, (rows, groups))
         if not zero.isfinite().all():
             raise CheckpointError(f"tensor {name} holds no finite numbers; download the model again")
         return zero
+    if words:
+        _check(name, zero, (-(-rows * scheme.bits // 32), groups), torch.int32)
+        return nf.unpack_codes(zero.t().contiguous().view(torch.uint8), scheme.bits).t()[:rows].contiguous()
     if scheme.bits == 8:
         _check(name, zero, (rows, groups), torch.int8)
         return (zero.short() + 128).to(torch.uint8)
-    if scheme.bits == 4:
-        _check(name, zero, (-(-rows // 8), groups), torch.int32)
-        return nf.unpack_codes(zero.t().contiguous().view(torch.uint8), 4).t()[:rows].contiguous()
     _check(name, zero, (rows, groups), torch.uint8)
     if (zero >= 2**scheme.bits).any():
         raise CheckpointError(f"tensor {name} holds zero points beyond {scheme.bits} bits; download the model again")
@@ -190,7 +212,8 @@ def scheme_of(group: Mapping[str, Any]) -> Scheme:
     granularity = strategy if form.startswith("fp8") else "channel"
     grouped = size if strategy in ("group", "tensor_group") and isinstance(size, int) and size > 0 else None
     name = form + (f"-g{grouped}" if grouped and form.startswith("int") else "") + ("" if symmetric else "-asym")
-    dynamic = isinstance(group.get("input_activations"), Mapping) and form == "int8" and grouped is None
+    inputs = isinstance(group.get("input_activations"), Mapping)
+    dynamic = inputs and form == "int8" and grouped is None and symmetric
     return Scheme(name, form, group=grouped, symmetric=symmetric, dynamic=dynamic, granularity=granularity)
 
 
@@ -211,15 +234,14 @@ class CompressedTensors(Mapping):
         if quantization.get("quant_method") != "compressed-tensors":
             method = short(repr(quantization.get("quant_method")))
             raise CheckpointError(f"quant_method {method} is not supported; minillm reads compressed-tensors and fp8")
-        groups = quantization.get("config_groups")
-        if not isinstance(groups, Mapping) or not groups:
-            raise CheckpointError("quantization_config has no config_groups; download the model again")
+        groups = _weight_groups(quantization)
         self.files = files
-        self._groups = [(_targets(group), scheme_of(group)) for group in groups.values()]
+        self._groups = [(_targets(group), scheme_of(group)) for group in groups]
         modules = [name.removesuffix(".weight_scale") for name in files if name.endswith(".weight_scale")]
         self._schemes = {module: self._scheme(module) for module in modules}
         hidden = {f"{module}.{suffix}" for module in modules for suffix in SUFFIXES}
-        self._names = [n for n in files if n not in hidden] + [f"{module}.weight" for module in modules]
+        self._names = [n for n in files if n not in hidden and not _OF_ACTIVATIONS.fullmatch(n)]
+        self._names += [f"{module}.weight" for module in modules]
 
     def _scheme(self, module: str) -> Scheme:
         named = (lambda t: t == module, lambda t: t[:3] == "re:" and re.match(t[3:], module), lambda t: t == "Linear")
@@ -248,6 +270,11 @@ class CompressedTensors(Mapping):
         scheme = self._schemes[module]
         stored = {suffix: f"{module}.{suffix}" for suffix in SUFFIXES}
         part = {suffix: self.files.raw(full) for suffix, full in stored.items() if full in self.files}
+        if "weight_g_idx" in part:
+            raise CheckpointError(
+                f'{module} has its columns grouped in an order of its own (weight_g_idx, actorder "group"), which no '
+                'kernel here reads; quantize it with actorder "weight", or --quantize the unquantized model'
+            )
         return weight_from(scheme, self._shape(scheme, part, module), part, module)
 
     @staticmethod
@@ -259,7 +286,50 @@ class CompressedTensors(Mapping):
         stored = part.get("weight", part.get("weight_packed"))
         if stored is None or stored.dim() != 2:
             return (0, 0)  # weight_from says what is missing
-        return stored.shape[0], stored.shape[1] * 8 // scheme.bits
+        return stored.shape[0], stored.shape[1] * (32 if stored.dtype == torch.int32 else 8) // scheme.bits
+
+
+def _weight_groups(quantization: Mapping[str, Any]) -> list[Any]:
+    """The entries of config_groups that round weights; those of activations alone (of attention) are left out.
+
+    Raises CheckpointError for what would be read wrongly, or not found, without it.
+    """
+    groups = quantization.get("config_groups")
+    if not isinstance(groups, Mapping) or not groups:
+        raise CheckpointError("quantization_config has no config_groups; download the model again")
+    found = [g for g in groups.values() if not isinstance(g, Mapping) or g.get("weights", g) is not None]
+    if not found:
+        raise CheckpointError("quantization_config rounds activations alone; minillm reads quantized weights")
+    for group in found:
+        form = (group.get("format") if isinstance(group, Mapping) else None) or quantization.get("format")
+        if form is not None and form not in (*FORMAT.values(), OWN, _NAIVE, _MIXED):
+            raise CheckpointError(
+                f"quantized weights of format {short(repr(form))} are not supported; minillm reads "
+                f"{', '.join(dict.fromkeys(FORMAT.values()))}"
+            )
+    sparse = quantization.get("sparsity_config")
+    if isinstance(sparse, Mapping) and sparse.get("format", "dense") not in ("dense", None):
+        raise CheckpointError(
+            f"weights stored as {short(repr(sparse['format']))} are not supported; save the model without sparse "
+            "compression, its zeros in place"
+        )
+    if _turns_activations(quantization.get("transform_config")):
+        raise CheckpointError(
+            "the model's activations are to be rotated while it runs (transform_config), which is not supported; take "
+            "one whose rotations are all in its weights"
+        )
+    return found
+
+
+def _turns_activations(transform: Any) -> bool:
+    """Whether a transform is anywhere else than in the weights, where it has been multiplied in already."""
+    if not transform:
+        return False
+    try:
+        places = [place["location"] for group in transform["config_groups"].values() for place in group["apply"]]
+    except (TypeError, KeyError, AttributeError):
+        return True  # unreadable, so nobody knows
+    return any(place not in ("weight_input", "weight_output") for place in places)
 
 
 def _targets(group: Any) -> list[str]:
