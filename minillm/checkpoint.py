@@ -40,7 +40,8 @@ def load(
     store matrices so; "auto" takes the fastest layouts measured on this machine (see packing.py). `backend` is
     "triton", "torch" or "auto" (see backend.py). `compile` runs its small operators as compiled code (compilation.py):
     seconds to minutes the first time, and from the cache folder after that. `offload_experts` keeps so many experts on
-    the device and the others in host memory (moe_offload.py), in float32 on a CPU unless `dtype` says otherwise.
+    the device and the others in host memory (moe_offload.py), in float32 on a CPU unless `dtype` says otherwise or the
+    file holds quantized ones.
     Raises CheckpointError, ConfigError, FetchError or TokenizerError, each naming the file; EngineError or KernelError
     for a backend that cannot run here or a model without experts to offload, CompilationError for what cannot be
     compiled.
@@ -80,10 +81,20 @@ def _offloaded(source: str | Path | None, dtype: str, device: str, resident: int
     """The experts stay where they were read, so that a device is never asked to hold them all."""
     from .moe_offload import offload_experts
 
-    on_cpu = torch.device(device).type == "cpu"
-    model, tokenizer = load(source, "float32" if dtype == "auto" or not on_cpu else dtype, "cpu", "torch")
+    on_cpu, path = torch.device(device).type == "cpu", locate(source)
+    if path.is_dir() and _stays_quantized(ModelConfig.from_file(path)):
+        model, tokenizer = load(source, dtype, device, "torch")  # which says so, if the device has no kernels for them
+    else:
+        model, tokenizer = load(source, "float32" if dtype == "auto" or not on_cpu else dtype, "cpu", "torch")
     offload_experts(model, resident, device)
     return (model if on_cpu else _placed(model, dtype, device)), tokenizer
+
+
+def _stays_quantized(config: ModelConfig) -> bool:
+    """Whether its file holds codes that are multiplied as codes; those of "fp8" are read as numbers."""
+    quantization = config.raw.get("quantization_config")
+    fp8 = isinstance(quantization, Mapping) and quantization.get("quant_method") == "fp8"
+    return quantization is not None and not fp8
 
 
 def _placed(model: Transformer, dtype: str, device: str) -> Transformer:
@@ -113,11 +124,10 @@ def _build(config: ModelConfig, tensors: Mapping, dtype: str, device: str, where
     if dtype not in DTYPES:
         raise CheckpointError(f"dtype {dtype!r} is not known; choose one of {', '.join(DTYPES)}")
     on_cpu = torch.device(device).type == "cpu"
-    quantization = config.raw.get("quantization_config")
-    if isinstance(quantization, Mapping) and quantization.get("quant_method") == "fp8":
-        tensors = _fp8_blocks(tensors, quantization, where)
-    elif quantization is not None:
+    if _stays_quantized(config):
         return _build_quantized(config, tensors, dtype, on_cpu, where)
+    if (quantization := config.raw.get("quantization_config")) is not None:
+        tensors = _fp8_blocks(tensors, quantization, where)
     keeps_codes = isinstance(tensors, GGUFFile) and tensors.keep_int4
     make_linear, layout = linear_maker(dtype if on_cpu else "float32", keeps_codes)
     try:

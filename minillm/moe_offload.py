@@ -9,6 +9,9 @@ comes back: a scan, of which a plain LRU finds nothing. Two rules against that. 
 first, which a sum does not mind. And a layer that holds its share of the slots replaces its own experts, so that
 what is resident when the layer's turn comes again is its share, and not the layer before.
 
+Quantized experts are copied as they are multiplied, packed by their kernels, so that a slot is ready when it is filled:
+int8 is a quarter of float32, but 4-bit codes come with the 16-bit numbers that many rows are multiplied by.
+
 On a machine without an accelerator host and device are two pools in one memory. The counts are those that a GPU would
 have; the time of a copy is that of a copy within memory, not over a bus.
 """
@@ -16,12 +19,14 @@ have; the time of a copy is that of a copy within memory, not over a bus.
 from __future__ import annotations
 
 import copy
+import functools
+import threading
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .errors import EngineError
 from .layers import Linear
@@ -47,10 +52,11 @@ class CacheCounts:
 
 
 class ExpertCache:
-    """`slots` experts of one shape on the device, for `layers` layers. Given up first: the least recently used of
-    those layers that hold more than slots / layers.
+    """`slots` experts on the device, for `layers` layers. Given up first: the least recently used of those layers that
+    hold more than slots / layers.
 
-    Keys are (layer, expert). A slot's memory is allocated once and written over.
+    Keys are (layer, expert). A slot's memory is allocated once and written over, unless experts differ in form. Threads
+    that share a cache (two engines, one model) take turns, an expert at a time.
     """
 
     def __init__(self, slots: int, device: str | torch.device = "cpu", layers: int = 1) -> None:
@@ -60,45 +66,54 @@ class ExpertCache:
         self.share = max(slots // layers, 1)
         self.counts = CacheCounts()
         self._resident: OrderedDict[tuple[int, int], Expert] = OrderedDict()
+        self._turn = threading.Lock()
 
     @property
     def resident(self) -> list[tuple[int, int]]:
         """From the least to the most recently used."""
-        return list(self._resident)
+        with self._turn:
+            return list(self._resident)
 
     @property
     def device_bytes(self) -> int:
-        return sum(expert.weight_size for expert in self._resident.values())
+        with self._turn:
+            return sum(t.nbytes for expert in self._resident.values() for t in _held(expert))
+
+    def compute(self, key: tuple[int, int], host: Expert, x: Tensor) -> Tensor:
+        """The expert's y for x. Nobody else's turn comes before it is computed: a slot is written over by the next."""
+        with self._turn:
+            return self.get(key, host)(x)
 
     def get(self, key: tuple[int, int], host: Expert) -> Expert:
-        """The expert on the device, copied there if it is not."""
+        """The expert on the device, copied there if it is not; its slot is its own until the next call."""
         if key in self._resident:
             self.counts.hits += 1
             self._resident.move_to_end(key)
             return self._resident[key]
         self.counts.misses += 1
-        self.counts.copied_bytes += host.weight_size
         with torch.inference_mode():  # slots made inside it can be written only inside it
-            self._resident[key] = slot = self._free_slot(host, key[0])
-            for mine, theirs in zip(slot.parameters(), host.parameters(), strict=True):
-                mine.copy_(theirs)
+            slot = self._free_slot(host, key[0])
+            _fill(slot, host)
+        self.counts.copied_bytes += sum(t.nbytes for t in _held(host))
+        self._resident[key] = slot  # now that it is whole: a copy may be interrupted
         return slot
 
     def _free_slot(self, like: Expert, layer: int) -> Expert:
         if len(self._resident) < self.slots:
-            return copy.deepcopy(like).to(self.device)
+            return _slot(like, self.device)
         self.counts.evictions += 1
         held = Counter(owner for owner, _ in self._resident)
         held[layer] += 1  # with the one that comes
         oldest = next(iter(self._resident))
-        return self._resident.pop(next((key for key in self._resident if held[key[0]] > self.share), oldest))
+        freed = self._resident.pop(next((key for key in self._resident if held[key[0]] > self.share), oldest))
+        return freed if _form(freed) == _form(like) else _slot(like, self.device)
 
     def reset_counts(self) -> None:
         self.counts = CacheCounts()
 
 
 class OffloadedExperts(nn.Module):
-    """Stands for a layer's list of experts: `experts[e]` is on the device by the time it is used."""
+    """Stands for a layer's list of experts: `experts[e](x)` is computed on the device."""
 
     def __init__(self, layer: int, host: nn.ModuleList, cache: ExpertCache) -> None:
         super().__init__()
@@ -116,8 +131,8 @@ class OffloadedExperts(nn.Module):
         resident = set(self.cache.resident)
         return sorted(chosen, key=lambda e: ((self.layer, e) not in resident, e))
 
-    def __getitem__(self, e: int) -> Expert:
-        return self.cache.get((self.layer, e), self.host[e])
+    def __getitem__(self, e: int) -> Callable[[Tensor], Tensor]:
+        return functools.partial(self.cache.compute, (self.layer, e), self.host[e])
 
     def _apply(self, fn, recurse: bool = True):
         """Experts stay where they are when the model moves to a device."""
@@ -128,27 +143,62 @@ def offload_experts(model: nn.Module, resident_experts: int, device: str | torch
     """Moves the model's experts, in place, behind one cache of `resident_experts` for all layers, and returns it; it is
     the model's `expert_cache` from then on.
 
-    Router, shared experts and attention stay resident. Call it before an engine is made. Raises EngineError for a model
-    without experts, or with experts that are quantized or packed, which cannot be copied into a slot.
+    Router, shared experts and attention stay resident. Call it before an engine is made, and after quantize_. Raises
+    EngineError for a model without experts, with experts packed by `dtype`, which cannot be copied into a slot, or with
+    quantized ones on a device that has no kernels for them.
     """
     layers = expert_layers(model)
     if not layers:
         raise EngineError("the model has no experts, so there are none to offload; leave offload_experts out")
+    device = torch.device(device or layers[0].router.gate.weight.device)
     for layer in layers:
-        _check(layer)
-    cache = ExpertCache(resident_experts, device or layers[0].router.gate.weight.device, len(layers))
+        _check(layer, device)
+    cache = ExpertCache(resident_experts, device, len(layers))
     for layer in layers:
         layer.experts = OffloadedExperts(layer.layer, layer.experts.cpu(), cache)
     model.expert_cache = cache
     return cache
 
 
-def _check(layer: ExpertLayer) -> None:
+def _check(layer: ExpertLayer, device: torch.device) -> None:
     if isinstance(layer.experts, OffloadedExperts):
         raise EngineError("the model's experts are offloaded already; load it again for another cache")
-    kinds = {type(m) for expert in layer.experts for m in (expert.gate_up_proj, expert.down_proj)}
-    if kinds != {Linear}:
-        names = ", ".join(sorted(kind.__name__ for kind in kinds))
-        if "QuantizedLinear" in names:
-            raise EngineError("quantized experts cannot be offloaded, a kernel holds them packed; do one or the other")
+    matrices = [m for expert in layer.experts for m in (expert.gate_up_proj, expert.down_proj)]
+    if any(type(m) is not Linear and not _is_quantized(m) for m in matrices):
+        names = ", ".join(sorted({type(m).__name__ for m in matrices}))
         raise EngineError(f"experts stored as {names} cannot be offloaded; load with dtype float32")
+    if device.type != "cpu" and any(_is_quantized(m) for m in matrices):
+        raise EngineError(f"quantized experts are computed on the CPU here, not on {device}; use device cpu")
+
+
+# An expert's two matrices, plain or quantized: what is copied, and into what ------------------------------------------
+
+
+def _is_quantized(matrix: nn.Module) -> bool:
+    """quantization/linear.py, which comes after this file."""
+    return hasattr(matrix, "held")
+
+
+def _matrices(expert: Expert) -> tuple[nn.Module, nn.Module]:
+    return expert.gate_up_proj, expert.down_proj
+
+
+def _held(expert: Expert) -> list[Tensor]:
+    return [t for m in _matrices(expert) for t in (m.held() if _is_quantized(m) else m.parameters())]
+
+
+def _form(expert: Expert) -> list[tuple]:
+    return [m.form() if _is_quantized(m) else (Linear, *(p.shape for p in m.parameters())) for m in _matrices(expert)]
+
+
+def _slot(like: Expert, device: torch.device) -> Expert:
+    return Expert(*(m.slot() if _is_quantized(m) else copy.deepcopy(m).to(device) for m in _matrices(like)))
+
+
+def _fill(slot: Expert, host: Expert) -> None:
+    for mine, theirs in zip(_matrices(slot), _matrices(host), strict=True):
+        if _is_quantized(mine):
+            mine.take(theirs)
+            continue
+        for into, source in zip(mine.parameters(), theirs.parameters(), strict=True):
+            into.copy_(source)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 
 import pytest
 import torch
@@ -107,6 +108,34 @@ def test_offloaded_experts_answer_as_resident_ones(tmp_path, resident, batch_inv
     assert cache.counts.misses > 0
     assert (cache.counts.evictions > 0) == (resident < 18)
     assert (cache.counts.hits > cache.counts.misses) == (resident >= 18)
+
+
+@pytest.mark.parametrize("scheme", [None, "int8"])
+def test_two_engines_in_two_threads_share_one_cache(tmp_path, scheme):
+    """Two servers on one model: answers are those of the model that has all its experts on the device."""
+    tiny.save("mixtral", tmp_path)
+    whole, shared = (checkpoint.load(tmp_path, "float32") for _ in range(2))
+    if scheme is not None:
+        for model, _ in (whole, shared):
+            quantize_(model, scheme)
+    cache = offload_experts(shared[0], 2)
+    params, found = SamplingParams(max_tokens=12, **GREEDY), [{}, {}]
+
+    def serve(i):
+        engine = make_engine(shared, batch_invariant=True)
+        for j, prompt in enumerate(PROMPTS[i::2] * 2):
+            engine.add_request(str(j), prompt, params)
+        found[i] = run(engine)
+
+    threads = [threading.Thread(target=serve, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    for i, done in enumerate(found):
+        for j, prompt in enumerate(PROMPTS[i::2] * 2):
+            assert answers(done[str(j)]) == expected(whole, prompt, params)
+    assert cache.counts.evictions > 10
 
 
 def test_a_capacity_is_served_but_not_in_exact_mode(mixtral):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections import OrderedDict
 
 import pytest
@@ -15,11 +16,12 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 from minillm import moe_measure, moe_router
 from minillm.analysis import distinct_experts
 from minillm.errors import ConfigError, EngineError
-from minillm.moe import EXECUTIONS, recorded_loads, with_experts
+from minillm.layers import Linear
+from minillm.moe import EXECUTIONS, Expert, ExpertLayer, recorded_loads, with_experts
 from minillm.moe_offload import OffloadedExperts, offload_experts
 from minillm.moe_router import DROPPED, RouterSettings, Routing, auxiliary_loss, choose, drop_above
 from minillm.packing import PackedLinear, linear_maker
-from minillm.quantization import quantize_
+from minillm.quantization import QuantizedLinear, parse, quantize_weight
 from tests.moe_layers import (
     E,
     rows,
@@ -216,11 +218,128 @@ def test_packed_experts_are_not_offloaded():
         offload_experts(layer, 2)
 
 
-def test_quantized_experts_are_not_offloaded():
-    layer = small_layer()
-    quantize_(layer, "int8")
-    with pytest.raises(EngineError, match="quantized experts cannot be offloaded, a kernel holds them packed"):
-        offload_experts(layer, 2)
+def wide_layer(seed: int, schemes: dict[str, str], exact: bool = False) -> ExpertLayer:
+    """Four experts of 64 x 32, each matrix in its scheme."""
+    layer, generator = small_layer(4, 2, seed), torch.Generator().manual_seed(seed)
+    layer.layer, layer.router.gate.weight.data = seed, torch.randn(4, 64, generator=generator)
+    for expert in layer.experts:
+        for name, shape in (("gate_up_proj", (64, 64)), ("down_proj", (64, 32))):
+            weight = quantize_weight(torch.randn(shape, generator=generator), parse(schemes[name]))
+            setattr(expert, name, QuantizedLinear(weight, None, exact))
+    return layer
+
+
+def numbers(layer: ExpertLayer) -> list[torch.Tensor]:
+    experts = layer.experts.host if isinstance(layer.experts, OffloadedExperts) else layer.experts
+    return [m.weight.dequantize() for e in experts for m in (e.gate_up_proj, e.down_proj)]
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("slots", [1, 3, 20])
+@pytest.mark.parametrize(
+    "scheme", ["int8", "int8-dynamic", "int8-g32-asym", "int4-g32", "int4-g32-asym", "int3-g32", "fp8", "mxfp4",
+               "nvfp4", "ternary"],
+)  # fmt: skip
+def test_quantized_experts_are_offloaded_bit_for_bit(scheme, slots, exact):
+    """Few tokens and many, which other kernels multiply; every host's codes are afterwards what they were."""
+    layers = [wide_layer(i, dict.fromkeys(("gate_up_proj", "down_proj"), scheme), exact) for i in range(2)]
+    steps = [torch.randn(n, 64, generator=torch.Generator().manual_seed(n)) for n in (1, 3, 40, 2, 1, 17, 3)]
+    want, before = [[layer(x) for layer in layers] for x in steps], [numbers(layer) for layer in layers]
+    cache = offload_experts(nn.ModuleList(layers), slots)
+    for x, results in zip(steps, want, strict=True):
+        for layer, result in zip(layers, results, strict=True):
+            assert torch.equal(layer(x), result)
+    for layer, codes in zip(layers, before, strict=True):
+        assert all(torch.equal(now, then) for now, then in zip(numbers(layer), codes, strict=True))
+        for e, expert in enumerate(layer.experts):  # and their kernels
+            assert torch.equal(expert(steps[2]), layer.experts[e](steps[2]))
+    assert (cache.counts.evictions > 0) == (slots < 8)
+    assert cache.counts.copied_bytes % cache.counts.misses == 0
+
+
+@torch.inference_mode()
+def test_experts_of_several_forms_share_a_cache():
+    """A file may keep some layers in more bits: a slot of one form is not written over with another."""
+    pairs = [("int8", "int8"), ("int8-dynamic", "int8"), ("int4-g32", "int8"), ("int4-g32", "int4-g32")]
+    forms = [{"gate_up_proj": first, "down_proj": second} for first, second in pairs]
+    layers = [wide_layer(i, form) for i, form in enumerate(forms)] + [wide_layer(4, forms[0], exact=True)]
+    steps = [torch.randn(n, 64, generator=torch.Generator().manual_seed(n)) for n in (1, 9, 2, 4)]
+    want = [[layer(x) for layer in layers] for x in steps]
+    offload_experts(nn.ModuleList(layers), 2)
+    for x, results in zip(steps, want, strict=True):
+        for layer, result in zip(layers, results, strict=True):
+            assert torch.equal(layer(x), result)
+
+
+def test_quantized_experts_are_not_for_a_device_without_kernels():
+    layer = wide_layer(0, dict.fromkeys(("gate_up_proj", "down_proj"), "int8"))
+    with pytest.raises(EngineError, match="quantized experts are computed on the CPU here, not on meta"):
+        offload_experts(layer, 2, "meta")
+
+
+# --- threads ---
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_a_slot_is_not_written_over_while_another_thread_multiplies_by_it(quantized, monkeypatch):
+    """Two threads, one slot. The first waits inside its expert until the second has its own, or has waited long."""
+    layers = [wide_layer(i, dict.fromkeys(("gate_up_proj", "down_proj"), "int8")) for i in range(2)]
+    if not quantized:
+        for layer in layers:
+            for expert in layer.experts:
+                expert.gate_up_proj, expert.down_proj = (
+                    Linear(m.weight.dequantize()) for m in (expert.gate_up_proj, expert.down_proj)
+                )
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
+    want = [layer.experts[1](x) for layer in layers]
+    cache = offload_experts(nn.ModuleList(layers), 1)
+    inside, other_is_there, forward = threading.Event(), threading.Event(), Expert.forward
+    first, found = threading.local(), [None, None]
+
+    def slow(self, x):
+        if getattr(first, "here", False):
+            inside.set()
+            other_is_there.wait(0.3)  # without turns the second thread comes through, and this slot is no longer ours
+        else:
+            other_is_there.set()
+        return forward(self, x)
+
+    def use(i):
+        first.here = i == 0
+        if i == 1:
+            inside.wait(5)
+        with torch.inference_mode():
+            found[i] = layers[i].experts[1](x)
+
+    monkeypatch.setattr(Expert, "forward", slow)
+    threads = [threading.Thread(target=use, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert all(torch.equal(mine, exact) for mine, exact in zip(found, want, strict=True))
+    assert (cache.counts.misses, cache.counts.evictions) == (2, 1)
+
+
+@torch.inference_mode()
+def test_a_copy_that_was_interrupted_is_made_again(monkeypatch):
+    layer = wide_layer(0, dict.fromkeys(("gate_up_proj", "down_proj"), "int8"))
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
+    want = [expert(x) for expert in layer.experts]
+    cache = offload_experts(layer, 1)
+    assert torch.equal(layer.experts[0](x), want[0])
+
+    def stopped(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(QuantizedLinear, "take", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            layer.experts[1](x)
+    assert cache.resident == []
+    for e in (1, 0):
+        assert torch.equal(layer.experts[e](x), want[e])
 
 
 # --- bad input ---

@@ -228,10 +228,11 @@ def load(args: argparse.Namespace) -> tuple[Transformer, Tokenizer]:
     """Model and tokenizer as the options ask. Raises MinillmError."""
     device, resident = prepare(args), getattr(args, "offload_experts", None)
     if args.sparsify is not None or args.quantize is not None:
-        if resident is not None:
-            raise RequestError("--offload-experts takes experts as the file has them; leave out the option, or what "
-                               "quantizes or sparsifies")  # fmt: skip
         model, tokenizer = _load_changed(args, device)
+        if resident is not None:
+            from ..moe_offload import offload_experts
+
+            offload_experts(model, resident, device)
     else:
         from .. import checkpoint
 

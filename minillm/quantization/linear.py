@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import fields, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..packing import available
+from ..packing import BFloat16, available
 from .kernels import Expanded, Int4Grouped, Int8Dynamic, Int8Fixed, Int8WeightOnly
 from .scheme import parse
 from .weight import QuantizedWeight, quantize_weight
@@ -29,7 +30,7 @@ class QuantizedLinear(nn.Module):
 
     def __init__(self, weight: QuantizedWeight, bias: Tensor | None = None, exact: bool = False) -> None:
         super().__init__()
-        self.weight, self.bias = weight, bias
+        self.weight, self.bias, self.exact = weight, bias, exact
         self.out_features, self.in_features = weight.shape
         self.few, self.many = _kernels(weight, bias, exact)
 
@@ -49,9 +50,39 @@ class QuantizedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self.few(x) if x.shape[0] <= FEW else self.many(x)
 
+    def held(self) -> list[Tensor]:
+        """What its kernels multiply by: with `take`, all that makes another layer of this form compute the same."""
+        return [tensor for kernel in dict.fromkeys((self.few, self.many)) for tensor in _tensors(kernel)]
+
+    def slot(self) -> QuantizedLinear:
+        """A layer of this form in memory of its own, for `take` to write into."""
+        parts = {f.name: getattr(self.weight, f.name) for f in fields(self.weight)}
+        copies = {name: part.clone() for name, part in parts.items() if isinstance(part, Tensor)}
+        return QuantizedLinear(
+            replace(self.weight, **copies), None if self.bias is None else self.bias.detach().clone(), self.exact
+        )
+
+    def take(self, other: QuantizedLinear) -> None:
+        """Becomes the other layer. Its codes stay where that one has them: kernels are what is multiplied by."""
+        for mine, theirs in zip(self.held(), other.held(), strict=True):
+            mine.copy_(theirs)
+        self.weight = other.weight
+
+    def form(self) -> tuple:
+        """Equal for two layers of which one can take the other."""
+        return type(self.few), type(self.many), *((t.shape, t.dtype) for t in self.held())
+
     def extra_repr(self) -> str:
         names = " and ".join(dict.fromkeys(type(k).__name__ for k in (self.few, self.many)))
         return f"{self.in_features}, {self.out_features}, {self.weight.scheme.name}, {names}"
+
+
+def _tensors(kernel: object) -> Iterator[Tensor]:
+    for value in vars(kernel).values():
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, BFloat16):  # of Expanded
+            yield from _tensors(value)
 
 
 def _kernels(weight: QuantizedWeight, bias: Tensor | None, exact: bool) -> tuple:
