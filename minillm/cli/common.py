@@ -265,11 +265,13 @@ def _load_changed(args: argparse.Namespace, device: str) -> tuple[Transformer, T
     if args.sparsify is None:
         from ..quantization.loading import load_quantized
 
-        model, tokenizer, report = load_quantized(args.model, args.quantize, device)
+        model, tokenizer, report = load_quantized(args.model, args.quantize, device, backend=args.backend)
     else:
         from ..sparsity.loading import load_sparse
 
-        model, tokenizer, sparse, report = load_sparse(args.model, args.sparsify, device, args.quantize)
+        model, tokenizer, sparse, report = load_sparse(
+            args.model, args.sparsify, device, args.quantize, backend=args.backend
+        )
         say(f"{sparse.sparsity.name}: {sparse.fraction:.1%} of {sparse.weights / 1e6:.1f} million weights are zero")
     if report is not None:
         say(f"{report.scheme}: {size_text(report.stored_bytes)} of weights, {report.bits_per_weight:.2f} bits each")

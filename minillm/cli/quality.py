@@ -67,7 +67,7 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
     from ..analysis import quality
     from ..analysis.kv_size import cache_format, kv_bytes_per_token
 
-    reference, tokenizer = checkpoint.load(args.model, "float32", device)
+    reference, tokenizer = checkpoint.load(args.model, "float32", device, args.backend)
     model, size = _changed(args, device, reference)
     make_cache = common.cache_maker(model, args.kv_cache_dtype)
     ids = quality.evaluation_ids(tokenizer, args.tokens)
@@ -99,11 +99,11 @@ def _changed(args: argparse.Namespace, device: str, reference):
     if args.sparsify is None:
         from ..quantization.loading import load_quantized
 
-        model, _, report = load_quantized(args.model, args.quantize, device)
+        model, _, report = load_quantized(args.model, args.quantize, device, backend=args.backend)
         return model, _sizes(model, report)
     from ..sparsity.loading import load_sparse
 
-    model, _, sparse, report = load_sparse(args.model, args.sparsify, device, args.quantize)
+    model, _, sparse, report = load_sparse(args.model, args.sparsify, device, args.quantize, backend=args.backend)
     zeros = {"sparsity": sparse.fraction, "packed_bytes": sparse.packed_bytes}
     held = {"weight_bytes": sparse.stored_bytes, "float32_bytes": sparse.float32_bytes, "bits_per_weight": 32.0}
     return model, (held | {"groups": {}} if report is None else _sizes(model, report)) | zeros

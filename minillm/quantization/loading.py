@@ -6,6 +6,7 @@ from pathlib import Path
 
 from .. import checkpoint
 from ..analysis.quality import calibration_ids
+from ..backend import choose, with_backend
 from ..errors import QuantizationError
 from ..tokenizer import Tokenizer
 from ..transformer import Transformer
@@ -16,15 +17,18 @@ CALIBRATION_TOKENS = 4096
 
 
 def load_quantized(
-    source: str | Path | None, scheme: str | Scheme, device: str = "cpu", exact: bool = False
+    source: str | Path | None, scheme: str | Scheme, device: str = "cpu", exact: bool = False, backend: str = "auto"
 ) -> tuple[Transformer, Tokenizer, Report]:
-    """Loads in float32 and quantizes. Groups shrink where a matrix needs it; the report says which.
+    """Loads in float32 and quantizes. Groups shrink where a matrix needs it; the report says which. `backend` is
+    "triton", "torch" or "auto", as in checkpoint.load: what runs beside the matrices, which have kernels of their own.
 
     Raises QuantizationError, and what checkpoint.load raises.
     """
     scheme = parse(scheme)  # a bad name is told before anything is loaded
     if device != "cpu":
         raise QuantizationError(f"--quantize runs on the CPU here, not on {device}; add --device cpu")
-    model, tokenizer = checkpoint.load(source, "float32", device)
+    choose(backend, device)
+    model, tokenizer = checkpoint.load(source, "float32", device, "torch")
     tokens = calibration_ids(tokenizer, CALIBRATION_TOKENS) if scheme.needs_calibration else None
-    return model, tokenizer, quantize_(model, scheme, tokens, shrink_groups=True, exact=exact)
+    report = quantize_(model, scheme, tokens, shrink_groups=True, exact=exact)
+    return with_backend(model, backend), tokenizer, report
