@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from .config import ModelConfig
 from .moe import Expert, ExpertLayer, SharedExpert
 from .moe_router import Gate, Router, RouterSettings
-from .packing import as_float
+from .packing import Weight, as_float
 
 NAMES = {"block_sparse_moe": ("w1", "w3", "w2"), "mlp": ("gate_proj", "up_proj", "down_proj")}
 
@@ -40,7 +40,7 @@ class _Source:
         self.prefix = f"{prefix}{self.home}."
 
     def router(self) -> Tensor:
-        return as_float(self.taken(f"{self.prefix}gate.weight", (self.config.num_experts, self.config.hidden_size)))
+        return _aligned(self.taken(f"{self.prefix}gate.weight", (self.config.num_experts, self.config.hidden_size)))
 
     def correction(self) -> Tensor | None:
         """DeepSeek-V3's sigmoid comes with a bias; a softmax has none."""
@@ -76,4 +76,10 @@ class _Source:
         if not self.config.shared_expert_intermediate_size:
             return SharedExpert(self._expert("shared_experts.", NAMES["mlp"], width))
         gate = self.taken(f"{self.prefix}shared_expert_gate.weight", (1, self.config.hidden_size))
-        return SharedExpert(self._expert("shared_expert.", NAMES["mlp"], width), Gate(as_float(gate)))
+        return SharedExpert(self._expert("shared_expert.", NAMES["mlp"], width), Gate(_aligned(gate)))
+
+
+def _aligned(weight: Weight) -> Tensor:
+    """In memory of its own: a file puts tensors at any multiple of their type's size, and BLAS sums the rows of a small
+    matrix by where it begins. Which experts are chosen should follow from the numbers alone."""
+    return as_float(weight).clone()

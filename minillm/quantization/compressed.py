@@ -135,7 +135,8 @@ def _loaded_zero(scheme: Scheme, zero: Tensor, rows: int, groups: int, words: bo
         return zero
     if words:
         _check(name, zero, (-(-rows * scheme.bits // 32), groups), torch.int32)
-        return nf.unpack_codes(zero.t().contiguous().view(torch.uint8), scheme.bits).t()[:rows].contiguous()
+        words_of_rows = zero.t().clone(memory_format=torch.contiguous_format)  # contiguous() keeps a stride beside a 1
+        return nf.unpack_codes(words_of_rows.view(torch.uint8), scheme.bits).t()[:rows].contiguous()
     if scheme.bits == 8:
         _check(name, zero, (rows, groups), torch.int8)
         return (zero.short() + 128).to(torch.uint8)

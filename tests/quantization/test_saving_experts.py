@@ -23,6 +23,7 @@ from tests import tiny
 
 WIDE = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
 LATENT = {"q_lora_rank": 32, "v_head_dim": 32, "qk_nope_head_dim": 16, "attention_bias": True}
+HYBRID = {"num_hidden_layers": 4, "linear_num_key_heads": 2}
 SHAPES = {
     "mixtral": {"num_local_experts": 4},
     "qwen3-moe": {"moe_intermediate_size": 32, "attention_bias": True},
@@ -30,6 +31,8 @@ SHAPES = {
     "deepseek-experts": {"moe_intermediate_size": 32, **LATENT},
     "deepseek-halves": LATENT,  # rotary halves as they are
     "deepseek-yarn": {**LATENT, "q_lora_rank": None},
+    "qwen3-next-experts": {**HYBRID, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32},
+    "qwen3-next-bias": {**HYBRID, "linear_value_head_dim": 16},  # a query, a key, a value and a gate to each head
 }
 SCHEMES = ["int8", "int8-dynamic", "int4-g32", "int4-g32-asym", "int3-g32", "fp8", "fp8-tensor", "fp8-e5m2", "mxfp4",
            "nvfp4", "gptq-int4-g32", "hqq-int4-g32"]  # fmt: skip
@@ -69,7 +72,7 @@ def test_every_matrix_has_the_name_that_the_unquantized_file_gives_it(folder, tm
     ignored = json.loads((tmp_path / "config.json").read_text())["quantization_config"]["ignore"]
     matrices = {n for n in before if before[n].dim() == 2 and n != "model.embed_tokens.weight"}
     assert {f"{name}.weight" for name in ignored} == matrices - packed
-    assert {name.rsplit(".", 1)[-1] for name in ignored} <= {"gate", "kv_b_proj", "lm_head"}
+    assert {name.rsplit(".", 1)[-1] for name in ignored} <= {"gate", "shared_expert_gate", "kv_b_proj", "lm_head"}
 
 
 def test_an_experts_codes_are_its_own_matrix(folder, tmp_path):
@@ -144,7 +147,21 @@ def test_a_missing_expert_is_named(tmp_path):
         checkpoint.load_model(tmp_path / "out", "auto")
 
 
-def test_a_hybrid_is_refused(tmp_path):
+def test_a_hybrid_in_blocks_of_rows_cannot_be_taken_apart(tmp_path):
+    """Its files keep the rows of a head side by side, and a block of 128 has rows of several."""
     tiny.make("qwen3-next", hidden_size=64, intermediate_size=96).save_pretrained(tmp_path)
-    with pytest.raises(QuantizationError, match="a quantized qwen3_next cannot be saved"):
-        quantized(tmp_path, "int8", tmp_path / "out")
+    with pytest.raises(QuantizationError, match="a block of 128 rows cannot be taken apart by rows"):
+        quantized(tmp_path, "fp8-block", tmp_path / "out")
+
+
+@pytest.mark.parametrize("family", ["qwen3-next", "qwen3-next-experts", "qwen3-next-bias"])
+def test_a_hybrids_norms_come_back_bit_for_bit(family, tmp_path):
+    """A file has w - 1; with the bits that w lost when 1 was added, nothing more is lost."""
+    tiny.make(family, hidden_size=64, intermediate_size=96).save_pretrained(tmp_path)
+    model = quantized(tmp_path, "int8", tmp_path / "out")
+    again = checkpoint.load_model(tmp_path / "out", "auto")
+    norms = {name: p for name, p in model.named_parameters() if "norm" in name}
+    assert len(norms) > 8
+    for name, parameter in again.named_parameters():
+        if name in norms:
+            assert torch.equal(parameter, norms[name]), name
