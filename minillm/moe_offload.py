@@ -68,6 +68,12 @@ class ExpertCache:
         self._resident: OrderedDict[tuple[int, int], Expert] = OrderedDict()
         self._turn = threading.Lock()
 
+    def __deepcopy__(self, memo: dict) -> ExpertCache:
+        """A copied model has a cache of its own, empty at first: whose turn it is cannot be copied."""
+        new = ExpertCache(self.slots, self.device)
+        new.share = self.share
+        return new
+
     @property
     def resident(self) -> list[tuple[int, int]]:
         """From the least to the most recently used."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import threading
 from collections import OrderedDict
@@ -320,6 +321,21 @@ def test_a_slot_is_not_written_over_while_another_thread_multiplies_by_it(quanti
         thread.join(20)
     assert all(torch.equal(mine, exact) for mine, exact in zip(found, want, strict=True))
     assert (cache.counts.misses, cache.counts.evictions) == (2, 1)
+
+
+@torch.inference_mode()
+def test_a_copied_model_has_a_cache_of_its_own():
+    layers = nn.ModuleList([small_layer(seed=i) for i in range(2)])
+    layers[1].layer = 1
+    want = [layer(rows()) for layer in layers]
+    cache = offload_experts(layers, 4)
+    layers[0](rows())
+    other = copy.deepcopy(layers)
+    copied = other[0].experts.cache
+    assert copied is other[1].experts.cache is other.expert_cache is not cache
+    assert (copied.slots, copied.share, copied.resident) == (4, 2, [])
+    for layer, result in zip(other, want, strict=True):
+        assert torch.equal(layer(rows()), result)
 
 
 @torch.inference_mode()

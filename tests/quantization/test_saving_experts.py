@@ -13,6 +13,7 @@ from minillm.analysis.quality import window_logits
 from minillm.errors import CheckpointError, QuantizationError
 from minillm.mla import interleaved, paired_halves
 from minillm.moe import expert_layers
+from minillm.moe_offload import offload_experts
 from minillm.quantization import quantize_
 from minillm.quantization.compressed import tensors_of
 from minillm.quantization.linear import QuantizedLinear
@@ -108,6 +109,19 @@ def test_an_expert_that_no_calibration_token_chose_is_rounded_not_emptied(tmp_pa
             assert isinstance(mine.down_proj, QuantizedLinear)
             want = theirs.down_proj.weight
             assert (mine.down_proj.weight.dequantize() - want).norm() < 0.5 * want.norm()
+
+
+def test_an_offloaded_model_is_saved_as_it_is_in_host_memory(tmp_path):
+    tiny.make("mixtral", **WIDE).save_pretrained(tmp_path)
+    model = checkpoint.load_model(tmp_path, "float32")
+    quantize_(model, "int4-g32")
+    want = window_logits(model, TOKENS[:20])
+    offload_experts(model, 2)
+    assert torch.equal(window_logits(model, TOKENS[:20]), want)
+    save_quantized(model, tmp_path / "out")
+    again = checkpoint.load_model(tmp_path / "out", "auto")
+    assert torch.equal(window_logits(again, TOKENS[:20]), want)
+    assert again.decode_bytes() == model.decode_bytes()
 
 
 @pytest.mark.parametrize("shape", [(24, 5), (24,)])
