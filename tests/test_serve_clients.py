@@ -201,7 +201,7 @@ def test_an_overloaded_engine_says_how_long(pair):
 
 
 def test_a_request_over_its_time_is_504_and_frees_its_blocks(pair):
-    with serving(pair, {"request_timeout_s": 0.4}, max_num_seqs=1) as server:
+    with serving(pair, {"request_timeout_s": 0.8}, max_num_seqs=1) as server:
         slowed(server)
         error = check_error(post(server, TEXT, LONG), 504, "request_timeout")
         assert error["type"] == "timeout_error"
@@ -293,7 +293,7 @@ def test_the_end_of_the_block_cuts_running_requests_short(pair):
 def test_draining_refuses_new_requests_and_finishes_running_ones(pair):
     with serving(pair, {"drain_timeout_s": 20}) as server:
         slowed(server, 0.05)
-        short = {**LONG, "max_tokens": 20, "stream": True}
+        short = {**LONG, "max_tokens": 40, "stream": True}
         with httpx.stream("POST", server.url + TEXT, json=short, timeout=30) as response:
             lines = response.iter_lines()
             next(lines)
