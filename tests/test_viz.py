@@ -22,7 +22,7 @@ from minillm.viz.chips import drawable, visible
 from minillm.viz.ledger import Ledger
 from minillm.viz.style import PALETTE
 from minillm.viz.units import human, number, scale
-from minillm.viz.widgets import Explorer, RooflineData, RooflineExplorer, explore, png
+from minillm.viz.widgets import WITHOUT_KERNEL, Explorer, RooflineData, RooflineExplorer, explore, png
 
 MACHINE = figures.Ceiling("this machine", 20e9, 100e9)
 POLICIES = {"plain": {" a": 0.7, " b": 0.3}, "greedy": {" a": 1.0}}
@@ -483,11 +483,12 @@ def test_a_control_without_its_start_is_refused():
 
 def test_displaying_an_explorer_shows_the_figure_first(monkeypatch):
     shown = []
-    monkeypatch.setattr("IPython.display.display", shown.append)
+    monkeypatch.setattr("IPython.display.display", lambda thing, raw=False: shown.append(thing))
     explorer = explore(lambda n: figures.bars({"a": n}, "n", "t"), {"n": [1, 2]})
     explorer._ipython_display_()
     assert shown[0].data == png(explorer.figure)
-    assert shown[1] is explorer.widget
+    assert shown[1]["application/vnd.jupyter.widget-view+json"]["model_id"] == explorer.widget.model_id
+    assert shown[1]["text/plain"] == WITHOUT_KERNEL  # what GitHub shows
 
 
 def test_the_roofline_explorer_asks_the_cost_model_it_is_given():

@@ -195,8 +195,10 @@ def residual_bars(names: Sequence[str], p: Sequence[float], q: Sequence[float], 
     return fig
 
 
-def sample_bars(names: Sequence[str], p: Sequence[float], counts: Mapping[str, Sequence[int]], title: str) -> Figure:
-    """Shares of each token in several samples side by side, and p as a line across each group."""
+def sample_bars(
+    names: Sequence[str], p: Sequence[float], counts: Mapping[str, Sequence[int]], title: str, each: str = "token"
+) -> Figure:
+    """Shares of each token (or whatever `each` names) in several samples side by side, and p as a line across each."""
     x, width = np.arange(len(names)), 0.8 / len(counts)
     with figure(height=3.9) as (fig, ax):
         for i, (label, values) in enumerate(counts.items()):
@@ -204,7 +206,7 @@ def sample_bars(names: Sequence[str], p: Sequence[float], counts: Mapping[str, S
             ax.bar(x + (i - (len(counts) - 1) / 2) * width, shares, 0.92 * width, color=colour_of(i), label=label)
         ax.hlines(p, x - 0.42, x + 0.42, color=INK, linewidth=1.4, label="target p", zorder=4)
         ax.set_xticks(x, [visible(name) for name in names])
-        ax.set(xlabel="token", ylabel="share of all tokens", title=title)
+        ax.set(xlabel=each, ylabel=f"share of all {each}s", title=title)
         ax.grid(False, axis="x")
         ax.legend()
     return fig

@@ -15,6 +15,8 @@ from matplotlib.figure import Figure
 from ..errors import MinillmError
 from .rooflines import Ceiling, Point, roofline
 
+WITHOUT_KERNEL = "(Run this cell, and controls appear that draw the figure anew.)"
+
 
 def png(fig: Figure) -> bytes:
     buffer = io.BytesIO()
@@ -80,7 +82,8 @@ class Explorer:
         from IPython.display import Image, display
 
         display(Image(png(self.figure)))
-        display(self.widget)
+        live = self.widget._repr_mimebundle_()
+        display(live | {"text/plain": WITHOUT_KERNEL}, raw=True)  # in place of the widget's repr
 
 
 def explore(
