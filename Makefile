@@ -28,10 +28,11 @@ lint: setup
 	$(BIN)/python -m ruff format --check .
 
 # One thread a worker: two test files at a time are faster than two threads on the tiny models of most tests.
-# The model is fetched first, so that the workers do not each do it.
+# The model is fetched first, so that the workers do not each do it. tests/conftest.py says which files are begun first.
 unit: setup
 	$(BIN)/python -c "from minillm.fetch import default_model_path; default_model_path()"
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests -n 2 --dist loadfile -q --durations=10
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests -n 2 --dist loadfile --no-loadscope-reorder -q \
+		--durations=10
 
 # One thread a kernel here too, and two notebooks at a time. Two threads in one: a step waits for both, and on a machine
 # that does other work a wait costs more than the step, so that no comparison of times would hold.

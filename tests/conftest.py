@@ -20,6 +20,17 @@ from minillm.gguf_file import GGUFFile
 if "OMP_NUM_THREADS" not in os.environ:
     torch.set_num_threads(min(2, os.cpu_count() or 1))
 
+# Files that take a minute or so, whatever the number of their tests: begun first, or one of two workers would still be
+# at them when the other has nothing left.
+LONG = (
+    "test_compilation.py", "test_compiled_step.py", "test_soak.py", "test_real_model.py", "test_packing.py",
+    "test_models.py", "test_aot.py", "test_backend.py", "test_engine.py", "test_speculative_eagle_composed.py",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: item.path.name not in LONG)
+
 
 @pytest.fixture(scope="session")
 def smollm2_path():

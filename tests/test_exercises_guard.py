@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
@@ -197,10 +198,13 @@ def turns_on(values):
             continue
 
 
+over = threading.Event()  # a loop that went on would take every other moment of all tests after it
+
+
 def will_not_stop(values):
     for _ in range(40):
         try:
-            while True:
+            while not over.is_set():
                 sum(values)
         except BaseException:
             continue
@@ -213,9 +217,18 @@ def begun(answer, judge):
 @pytest.mark.parametrize(("answer", "goes_on"), [(turns, False), (turns_on, False), (will_not_stop, True)])
 def test_an_endless_loop_in_a_notebook_is_stopped_if_it_lets_itself_be(answer, goes_on, monkeypatch):
     monkeypatch.setattr(registry, "find", lambda chapter, name: exercise_of(begun, seconds=0.2))
-    outcome = check("01", "answer", answer)
+    before = set(threading.enumerate())
+    try:
+        outcome = check("01", "answer", answer)
+    finally:
+        left = set(threading.enumerate()) - before
+        over.set()
+        for thread in left:
+            thread.join(10)
+        over.clear()
     assert (outcome.status, outcome.check) == (FAILED, "time limit")
-    assert ("Restart the kernel" in outcome.message) is goes_on
+    assert ("Restart the kernel" in outcome.message) is bool(left) is goes_on
+    assert not any(thread.is_alive() for thread in left)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux can be asked to limit memory")
