@@ -87,14 +87,8 @@ def engine_for(pair, options, drawn):
     return make_engine(pair, **options)
 
 
-@settings(max_examples=30, deadline=None)
-@given(drawn=st.lists(requests, min_size=1, max_size=6), options=engines)
-def test_any_schedule_gives_each_request_its_own_answer(pair, drawn, options):
-    """Arrivals, lengths, aborts, pool sizes, budgets, block sizes, both preemptions, every prefix cache.
-
-    Batched = alone, chunked = whole, hit = miss, preempted = never preempted; every request ends exactly once.
-    """
-    engine = engine_for(pair, options, drawn)
+def run_drawn(engine, drawn) -> dict:
+    """Adds and aborts as drawn, to the end -> {name: output}; every request ends exactly once."""
     ended, step = {}, 0
     while step <= 15 or engine.has_unfinished_requests():
         for i, r in enumerate(drawn):
@@ -113,6 +107,18 @@ def test_any_schedule_gives_each_request_its_own_answer(pair, drawn, options):
         step += 1
         assert step < 3000
     assert len(ended) == len(drawn)
+    return ended
+
+
+@settings(max_examples=30, deadline=None)
+@given(drawn=st.lists(requests, min_size=1, max_size=6), options=engines)
+def test_any_schedule_gives_each_request_its_own_answer(pair, drawn, options):
+    """Arrivals, lengths, aborts, pool sizes, budgets, block sizes, both preemptions, every prefix cache.
+
+    Batched = alone, chunked = whole, hit = miss, preempted = never preempted; every request ends exactly once.
+    """
+    engine = engine_for(pair, options, drawn)
+    ended = run_drawn(engine, drawn)
     for i, r in enumerate(drawn):
         own = expected(pair, r["head"] + r["tail"], r["params"])
         for got in answers(ended[str(i)]):

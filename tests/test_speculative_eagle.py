@@ -26,7 +26,7 @@ from tests.eagle_heads import (
 )
 from tests.planted import planted
 from tests.serving import alone, answers, expected, make_engine, make_tiny, run
-from tests.test_engine import engine_for, engines, requests
+from tests.test_engine import engine_for, engines, requests, run_drawn
 
 
 @pytest.fixture(scope="module")
@@ -50,17 +50,7 @@ def test_any_schedule_gives_each_request_its_own_answer(pair, drawn, options, co
     config = SpeculativeConfig("eagle", count, draft=head_of(*pair), adaptive=False)
     speculator = Speculator(config, Checked(pair, sampled=False))  # certain guesses: sampled answers stay too
     engine = engine_for(pair, {**options, "batch_invariant": exact, "speculative": speculator}, drawn)
-    ended, step = {}, 0
-    while step <= 15 or engine.has_unfinished_requests():
-        for i, r in enumerate(drawn):
-            if r["arrival"] == step:
-                engine.add_request(str(i), list(r["head"] + r["tail"]), r["params"], r["priority"])
-            if r["abort"] is not None and r["arrival"] + r["abort"] == step:
-                ended |= {o.request_id: o for o in engine.abort_request(str(i))}
-        ended |= {o.request_id: o for o in engine.step() if o.finished}
-        engine.scheduler.check()
-        step += 1
-        assert step < 3000
+    ended = run_drawn(engine, drawn)
     for i, r in enumerate(drawn):
         if r["abort"] is None:
             assert answers(ended[str(i)]) == expected(pair, r["head"] + r["tail"], r["params"])

@@ -22,7 +22,7 @@ from minillm.speculative.batch import BatchSpeculation
 from tests import tiny
 from tests.planted import planted
 from tests.serving import alone, answers, expected, make_engine, make_tiny, run
-from tests.test_engine import engine_for, engines, requests
+from tests.test_engine import engine_for, engines, requests, run_drawn
 
 GREEDY = {"temperature": 0, "ignore_eos": True}
 
@@ -69,19 +69,7 @@ def test_any_schedule_gives_each_request_its_own_answer(pair, drawn, options, li
     """As test_engine's gate: batching, paging, prefix caches, preemption, swapping and chunks, now with drafts. Guesses
     that were not drawn leave even sampled answers as they are, token for token."""
     engine = speculate(engine_for(pair, options, drawn), Oracle(pair, lie), count)
-    ended, step = {}, 0
-    while step <= 15 or engine.has_unfinished_requests():
-        for i, r in enumerate(drawn):
-            if r["arrival"] == step:
-                engine.add_request(str(i), list(r["head"] + r["tail"]), r["params"], r["priority"])
-            if r["abort"] is not None and r["arrival"] + r["abort"] == step:
-                ended |= {o.request_id: o for o in engine.abort_request(str(i))}
-        for output in engine.step():
-            if output.finished:
-                ended[output.request_id] = output
-        engine.scheduler.check()
-        step += 1
-        assert step < 3000
+    ended = run_drawn(engine, drawn)
     for i, r in enumerate(drawn):
         own = expected(pair, r["head"] + r["tail"], r["params"])
         if r["abort"] is None:

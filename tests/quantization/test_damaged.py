@@ -13,11 +13,11 @@ from safetensors.torch import load_file, save_file
 from minillm import checkpoint
 from minillm.analysis.quality import window_logits
 from minillm.errors import CheckpointError
-from minillm.quantization import quantize_
-from minillm.quantization.saving import named_parts, save_quantized, stack
+from minillm.quantization.saving import named_parts, stack
 from minillm.quantization.scheme import parse
 from minillm.quantization.weight import quantize_weight
 from tests import tiny
+from tests.quantization.saved import saver
 
 SHAPE = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
 TOKENS = torch.randint(2, tiny.VOCAB, (20,), generator=torch.Generator().manual_seed(0)).tolist()
@@ -27,18 +27,7 @@ NAME = "model.layers.1.self_attn.o_proj"
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """scheme -> (folder, logits of the model that it was saved from)."""
-    plain, found = tmp_path_factory.mktemp("plain"), {}
-    tiny.make("llama", num_hidden_layers=2, **SHAPE).save_pretrained(plain)
-
-    def get(scheme):
-        if scheme not in found:
-            model = checkpoint.load_model(plain)
-            quantize_(model, scheme, TOKENS)
-            save_quantized(model, folder := tmp_path_factory.mktemp(scheme))
-            found[scheme] = folder, window_logits(model, TOKENS)
-        return found[scheme]
-
-    return get
+    return saver(tmp_path_factory, {**SHAPE, "num_hidden_layers": 2}, TOKENS)
 
 
 def damaged(saved, scheme, folder, change=None, config=None):

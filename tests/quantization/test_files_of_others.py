@@ -16,9 +16,8 @@ from safetensors.torch import load_file, save_file
 from minillm import checkpoint
 from minillm.analysis.quality import window_logits
 from minillm.errors import CheckpointError
-from minillm.quantization import quantize_
-from minillm.quantization.saving import save_quantized
 from tests import tiny
+from tests.quantization.saved import saver
 
 SHAPE = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2,
          "num_hidden_layers": 2}  # fmt: skip
@@ -29,18 +28,7 @@ NAME = "model.layers.1.self_attn.o_proj"
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """scheme -> (folder, logits of the model that it was saved from, multiplied exactly)."""
-    plain, found = tmp_path_factory.mktemp("plain"), {}
-    tiny.make("llama", **SHAPE).save_pretrained(plain)
-
-    def get(scheme):
-        if scheme not in found:
-            model = checkpoint.load_model(plain)
-            quantize_(model, scheme, TOKENS, exact=True, head=None)
-            save_quantized(model, folder := tmp_path_factory.mktemp(scheme))
-            found[scheme] = folder, window_logits(model, TOKENS)
-        return found[scheme]
-
-    return get
+    return saver(tmp_path_factory, SHAPE, TOKENS, exact=True, head=None)
 
 
 def rewritten(saved, scheme, folder, tensors=None, config=None):
