@@ -123,11 +123,16 @@ def exchange(server, data: bytes, tries: int = 1, status: int | None = None) -> 
     return httpx.Response(int(first.split()[1]), headers=[tuple(line.split(": ", 1)) for line in lines], content=body)
 
 
-def raw_request(server, body: dict, version: str = "1.1", receive_buffer: int | None = None) -> socket.socket:
-    """A client without a library: the request is sent, nothing is read."""
+def raw_request(server, body: dict, version: str = "1.1", narrow: bool = False) -> socket.socket:
+    """A client without a library: the request is sent, nothing is read.
+
+    narrow: the connection holds a few kilobytes. Left to itself a kernel takes megabytes for a reader that does not
+    read, how many depends on the machine, and the server would see no difference.
+    """
     sock = socket.socket()
-    if receive_buffer is not None:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+    if narrow:
+        server._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # accepted connections have what it has
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     sock.settimeout(10)
     sock.connect(address_of(server))
     data = json.dumps(body).encode()

@@ -105,7 +105,7 @@ def test_a_reader_that_stops_reading_holds_up_nobody(pair):
     """Its socket fills, its handler waits, the engine goes on; what it then reads is all there."""
     wide = {**LONG, "n": 8, "logprobs": 20, "max_tokens": 250, "stream": True}  # megabytes of events
     with serving(pair, num_blocks=1200) as server:
-        sock = raw_request(server, wide, version="1.0", receive_buffer=4096)
+        sock = raw_request(server, wide, version="1.0", narrow=True)
         assert post(server, TEXT, {"prompt": "a", "max_tokens": 5}).status_code == 200
         wait_until(lambda: not scheduler_of(server).has_unfinished_requests(), 30)  # the engine is through with it
         received = b""
@@ -123,14 +123,14 @@ def test_a_reader_that_stops_reading_holds_up_nobody(pair):
     done = alone(*pair, (5, 6, 7), SamplingParams(n=8, max_tokens=250, ignore_eos=True, seed=1))
     assert texts == [d.text for d in done]
     assert count == [250] * 8
-    assert len(chunks) < 8 * 250, "outputs were queued for a reader that did not read"
+    assert len(chunks) < 8 * 250 / 4, "outputs were queued for a reader that did not read"
 
 
 def test_a_reader_that_never_reads_is_given_up(pair):
     """When its time is over its handler ends too, and the server can stop."""
     body = {**LONG, "n": 12, "logprobs": 20, "stream": True}
     with serving(pair, {"request_timeout_s": 2.5, "drain_timeout_s": 60.0}, num_blocks=2000) as server:
-        sock = raw_request(server, body, receive_buffer=4096)
+        sock = raw_request(server, body, narrow=True)
         wait_until(lambda: server.server.state.active == 1)
         wait_until(lambda: server.server.state.active == 0, 20)
     sock.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import sys
 
 import httpx
 import openai
@@ -57,6 +58,7 @@ NOT_JSON = {
     "bom": b'\xef\xbb\xbf{"prompt": "a"}',
     "bytes": bytes(range(256)),
     "deep lists": b"[" * 9000 + b"]" * 9000,
+    "65 lists": b'{"prompt": ' + b"[" * 64 + b"]" * 64 + b"}",
     "deep objects": b'{"prompt":' * 1500 + b"1" + b"}" * 1500,
     "null byte": b'{"prompt": "a\x00"}',
 }
@@ -388,6 +390,21 @@ def test_any_bytes_are_json_or_a_json_error(data):
         return
     assert json.loads(data) == value
     strict_json.dumps(value)
+
+
+@pytest.mark.parametrize("limit", [1000, 4000])
+def test_depth_does_not_hang_on_pythons_limit(limit):
+    """A library may have raised it: torch's compiler sets 2,000 and leaves it so."""
+    usual = sys.getrecursionlimit()
+    try:
+        sys.setrecursionlimit(limit)
+        for left, right in ((b"[", b"]"), (b'{"a":', b"}")):
+            strict_json.loads(left * 64 + b"1" + right * 64)
+            for depth in (65, 500, 2000, 9000):
+                with pytest.raises(strict_json.JSONError, match="nested more than 64 levels"):
+                    strict_json.loads(left * depth + b"1" + right * depth)
+    finally:
+        sys.setrecursionlimit(usual)
 
 
 INTEGERS = ("top_k", "min_tokens", "max_tokens", "seed", "logprobs")

@@ -6,6 +6,7 @@ import json
 import math
 from typing import Any
 
+_DEPTH = 64  # lists and objects within each other; Python's own limit is whatever a library has last set it to
 _DIGITS = 40  # no field takes more, and reading thousands of digits costs quadratic time
 
 
@@ -23,6 +24,8 @@ def loads(data: bytes) -> Any:
             parse_int=_int,
             object_pairs_hook=_object,
         )
+        if _depth_exceeds(_DEPTH, value):
+            raise JSONError(f"the body is nested more than {_DEPTH} levels deep")
         if b"\\u" in data:  # an escape can spell half a surrogate pair, which no UTF-8 text can hold
             json.dumps(value, ensure_ascii=False).encode("utf-8")
     except UnicodeDecodeError as error:
@@ -30,7 +33,7 @@ def loads(data: bytes) -> Any:
     except UnicodeEncodeError:
         raise JSONError("a string of the body holds half a surrogate pair; escape characters as whole pairs") from None
     except RecursionError:
-        raise JSONError("the body is nested too deeply") from None
+        raise JSONError(f"the body is nested more than {_DEPTH} levels deep") from None
     except json.JSONDecodeError as error:
         raise JSONError(f"the body is not JSON: {error.msg} at character {error.pos}") from None
     return value
@@ -39,6 +42,16 @@ def loads(data: bytes) -> Any:
 def dumps(value: Any) -> bytes:
     """UTF-8 bytes without spaces. Raises ValueError for NaN and infinities: whoever sends numbers mends them."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode("utf-8")
+
+
+def _depth_exceeds(limit: int, value: Any) -> bool:
+    level = [value]
+    for _ in range(limit + 1):
+        nodes = [node for node in level if isinstance(node, (list, dict))]
+        if not nodes:
+            return False
+        level = [child for node in nodes for child in (node.values() if isinstance(node, dict) else node)]
+    return True
 
 
 def _constant(name: str) -> None:
