@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
-from ..errors import MinillmError, QuantizationError
+from ..errors import QuantizationError
 from ..layers import Linear
 from ..packing import PackedLinear
 from ..transformer import Transformer
@@ -28,7 +28,7 @@ from .rotation import rotate_
 from .scheme import GROUPS, Scheme, parse
 from .smoothquant import smooth_block
 from .weight import QuantizedWeight, check_weight, quantize_weight
-from .whole import whole_or_not
+from .whole import refuse_views, whole_or_not
 
 HEAD = "lm_head"
 WHOLE = ("kv_b_proj",)  # multiplied by parts, which no packed layout gives
@@ -142,17 +142,6 @@ def _check_model(model: Transformer, scheme: Scheme) -> None:
     if scheme.method in ("awq", "smoothquant"):
         for block in model.blocks:
             list(folds(block))
-
-
-def refuse_views(model: Transformer, error: type[MinillmError]) -> None:
-    """Raises `error` for a model whose matrices something else holds too, which would go on with the old ones."""
-    from ..compilation import CompiledTransformer  # both below this file in reading order
-    from ..moe_offload import OffloadedExperts
-
-    if isinstance(model, CompiledTransformer):
-        raise error("the model is compiled and keeps the matrices that it was compiled with; change it first")
-    if any(isinstance(module, OffloadedExperts) for module in model.modules()):
-        raise error("the model's experts are offloaded, and the device keeps copies; change it before offload_experts")
 
 
 # method -> (what it does to a block before rounding, how it rounds one matrix)

@@ -16,6 +16,7 @@ from ..attention import Attention
 from ..errors import QuantizationError
 from ..layers import Linear, RMSNorm, SwiGLU
 from ..transformer import Transformer
+from .whole import refuse_views, whole_or_not
 
 
 def hadamard(size: int) -> Tensor:
@@ -40,10 +41,12 @@ def rotation(size: int, seed: int = 0) -> Tensor:
 
 @torch.inference_mode()
 def rotate_(model: Transformer, seed: int = 0) -> None:
-    """Rotates a dense model in place; its logits stay the same up to rounding. The head is no longer tied.
+    """Rotates a dense model in place; its logits stay the same up to rounding. The head is no longer tied. An error or
+    Ctrl-C on the way leaves the model as it was.
 
-    Raises QuantizationError for a model with other blocks, or one that is quantized or packed already.
+    Raises QuantizationError for a model with other blocks, or one that is sparse, compiled, quantized or packed.
     """
+    refuse_views(model, QuantizationError)
     for block in model.blocks:
         dense = isinstance(block.attention, Attention) and isinstance(block.mlp, SwiGLU)
         if not dense or not isinstance(block.mlp.down_proj, Linear):
@@ -52,7 +55,14 @@ def rotate_(model: Transformer, seed: int = 0) -> None:
         raise QuantizationError(
             f"heads of {width} numbers are no power of two, which rotating asks; leave out hadamard-"
         )
+    if (zeros := getattr(model, "sparsity", None)) is not None:
+        raise QuantizationError(f"a rotation would fill the zeros of {zeros.name}; rotate a dense model")
     Q = rotation(model.config.hidden_size, seed)
+    with whole_or_not(model):
+        _rotate(model, Q)
+
+
+def _rotate(model: Transformer, Q: Tensor) -> None:
     # the head may be the embedding itself; from here on they differ
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.data.clone(), requires_grad=False)
     model.embedding.data = _times(model.embedding, Q)

@@ -1,4 +1,4 @@
-"""A change of a model that is made whole or not at all."""
+"""A change of a model that is made whole or not at all, and never behind the back of what holds its matrices too."""
 
 from __future__ import annotations
 
@@ -7,7 +7,21 @@ from collections.abc import Iterator
 
 from torch import nn
 
+from ..errors import MinillmError
+from ..transformer import Transformer
+
 _HELD = ("_modules", "_parameters", "_buffers")  # dictionaries of a module that a change writes into
+
+
+def refuse_views(model: Transformer, error: type[MinillmError]) -> None:
+    """Raises `error` for a model whose matrices something else holds too, which would go on with the old ones."""
+    from ..compilation import CompiledTransformer  # both below this file in reading order
+    from ..moe_offload import OffloadedExperts
+
+    if isinstance(model, CompiledTransformer):
+        raise error("the model is compiled and keeps the matrices that it was compiled with; change it first")
+    if any(isinstance(module, OffloadedExperts) for module in model.modules()):
+        raise error("the model's experts are offloaded, and the device keeps copies; change it before offload_experts")
 
 
 @contextlib.contextmanager
@@ -24,6 +38,8 @@ def whole_or_not(model: nn.Module) -> Iterator[None]:
         yield
     except BaseException:
         for module, before in modules:
+            for added in vars(module).keys() - before.keys():
+                del vars(module)[added]
             vars(module).update(before)
         for parameter, data in numbers:
             parameter.data = data

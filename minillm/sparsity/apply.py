@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from ..errors import SparsityError
 from ..layers import Linear
-from ..quantization.apply import HEAD, linear_layers, refuse_views
+from ..quantization.apply import HEAD, linear_layers
 from ..quantization.calibration import InputStatistics, for_each_block
 from ..quantization.linear import QuantizedLinear
+from ..quantization.whole import refuse_views, whole_or_not
 from ..transformer import Transformer
 from .methods import magnitude, sparsegpt, wanda
 from .packed import SparseLinear, pack_2_4, packed_bytes
@@ -65,7 +66,8 @@ def sparsify_(
     calibration: Sequence[int] | None = None,
     blocks: Sequence[int] | None = None,
 ) -> Report:
-    """Sets weights of every Linear but the head to zero; nothing is changed if one of them does not fit.
+    """Sets weights of every Linear but the head to zero, or changes nothing: an error or Ctrl-C on the way leaves the
+    model as it was.
 
     method: "magnitude", "wanda" or "sparsegpt" with sparsity=0.5 or pattern="2:4" (or "4:8"); or a whole name such as
     "wanda-2:4". calibration: token ids for wanda and sparsegpt; never the text that quality is then measured on.
@@ -77,12 +79,13 @@ def sparsify_(
         raise SparsityError(f"{wanted.name} looks at activations; give calibration tokens")
     chosen = dict(_chosen(model, wanted, blocks))
     report = Report(wanted)
-    if wanted.needs_calibration:
-        for_each_block(model, calibration, lambda i, _, found: _sparsify_block(i, found, chosen, report))
-    else:
-        for layer in chosen.values():
-            _set(layer, magnitude(layer.weight, wanted), report)
-    model.layout, model.sparsity = f"{model.layout}, {wanted.name}", wanted
+    with whole_or_not(model):
+        if wanted.needs_calibration:
+            for_each_block(model, calibration, lambda i, _, found: _sparsify_block(i, found, chosen, report))
+        else:
+            for layer in chosen.values():
+                _set(layer, magnitude(layer.weight, wanted), report)
+        model.layout, model.sparsity = f"{model.layout}, {wanted.name}", wanted
     return report
 
 
@@ -147,8 +150,9 @@ def pack_(model: Transformer) -> int:
     if not layers:
         raise SparsityError("there is no Linear to pack; load the model with dtype float32 and sparsify it first")
     packed = [SparseLinear(pack_2_4(layer.weight, name), layer.bias) for *_, name, layer in layers]
-    for (parent, attribute, *_), layer in zip(layers, packed, strict=True):
-        setattr(parent, attribute, layer)
+    with whole_or_not(model):
+        for (parent, attribute, *_), layer in zip(layers, packed, strict=True):
+            setattr(parent, attribute, layer)
     return sum(layer.stored_bytes for layer in packed)
 
 

@@ -14,6 +14,7 @@ from minillm.errors import MinillmError
 from minillm.moe_offload import offload_experts
 from minillm.quantization import quantize_
 from minillm.quantization.linear import QuantizedLinear
+from minillm.quantization.rotation import rotate_
 from minillm.sparsity import pack_, sparsify_
 from tests import tiny
 
@@ -54,6 +55,7 @@ CHANGES = {
     "magnitude": lambda model: sparsify_(model, "magnitude-0.5"),
     "wanda": lambda model: sparsify_(model, "wanda-0.5", calibration=TOKENS),
     "pack_": pack_,
+    "rotate_": rotate_,
 }
 
 
@@ -69,6 +71,15 @@ def test_matrices_that_are_held_elsewhere_are_refused(load, name):
         with pytest.raises(MinillmError, match=reason):
             CHANGES[name](model)
         assert all(torch.equal(before[n], p) for n, p in model.named_parameters())
+
+
+def test_a_rotation_keeps_the_zeros_that_were_asked_for(load):
+    model = load("llama")
+    sparsify_(model, "magnitude-0.5")
+    before = {n: p.clone() for n, p in model.named_parameters()}
+    with pytest.raises(MinillmError, match=r"would fill the zeros of magnitude-0\.5"):
+        rotate_(model)
+    assert all(torch.equal(before[n], p) for n, p in model.named_parameters())
 
 
 @pytest.mark.parametrize(

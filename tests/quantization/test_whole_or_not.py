@@ -1,4 +1,4 @@
-"""quantize_ changes a model whole or not at all: whatever ends it on the way, the model is the one it was."""
+"""quantize_ and rotate_ change a model whole or not at all: whatever ends them on the way, it is the one it was."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from minillm.analysis.quality import window_logits
 from minillm.errors import QuantizationError
 from minillm.quantization import apply, quantize_, rotation
 from minillm.quantization.linear import QuantizedLinear
+from minillm.quantization.rotation import rotate_
 from tests import tiny
+from tests.quantization.kept import CALIBRATION as TOKENS
+from tests.quantization.kept import Kept, stop_at
 
 WIDE = {"hidden_size": 96, "intermediate_size": 96}
-TOKENS = torch.randint(2, tiny.VOCAB, (40,), generator=torch.Generator().manual_seed(0)).tolist()
 SCHEMES = ["int8", "int4-g32", "hqq-int4-g32", "fp8", "gptq-int4-g32", "awq-int4-g32", "smoothquant-int8-dynamic",
            "hadamard-int8", "hadamard-gptq-int4-g32"]  # fmt: skip
 
@@ -31,45 +33,6 @@ def load(tmp_path_factory):
         return copy.deepcopy(made[name])
 
     return get
-
-
-class Kept:
-    """What a model was: which objects, and copies of their numbers (buffers that no file holds among them)."""
-
-    def __init__(self, model):
-        self.model, self.layout = model, model.layout
-        self.modules = dict(model.named_modules())
-        self.tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
-        self.numbers = {name: tensor.clone() for name, tensor in self.tensors.items()}
-        self.logits = window_logits(model, TOKENS)
-
-    def check(self):
-        modules, tensors = dict(self.model.named_modules()), dict(self.model.named_parameters(remove_duplicate=False))
-        tensors |= dict(self.model.named_buffers())
-        assert modules.keys() == self.modules.keys()
-        assert all(module is self.modules[name] for name, module in modules.items())
-        assert tensors.keys() == self.tensors.keys()
-        assert all(tensor is self.tensors[name] for name, tensor in tensors.items())
-        assert all(torch.equal(tensor, self.numbers[name]) for name, tensor in tensors.items())
-        assert self.model.layout == self.layout
-        assert torch.equal(window_logits(self.model, TOKENS), self.logits)
-        assert not any(module._forward_pre_hooks for module in self.model.modules())
-
-
-def stop_at(monkeypatch, owner, name: str, call: int, error: type[BaseException], after: bool = False) -> None:
-    """The function raises in its n-th call, before or after its work."""
-    work, calls = getattr(owner, name), [0]
-
-    def broken(*arguments, **options):
-        calls[0] += 1
-        if calls[0] == call and not after:
-            raise error("stop")
-        done = work(*arguments, **options)
-        if calls[0] == call:
-            raise error("stop")
-        return done
-
-    monkeypatch.setattr(owner, name, broken)
 
 
 @pytest.mark.parametrize("family", ["llama-mha-bias", "llama-mqa-tied"])
@@ -107,6 +70,42 @@ def test_a_step_that_ends_half_way(load, monkeypatch, owner, name, call, scheme,
     with pytest.raises(KeyboardInterrupt):
         quantize_(model, scheme, TOKENS)
     kept.check()
+
+
+# what rotate_ calls, and how often in a model of three blocks
+STEPS = {"_fold_gain": 7, "_times": 8, "_rotate_values": 3}
+
+
+@pytest.mark.parametrize("family", ["llama-mha-bias", "llama-mqa-tied"])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize(("name", "call"), [(name, n + 1) for name, calls in STEPS.items() for n in range(calls)])
+def test_a_rotation_that_ends_in_any_of_its_layers(load, monkeypatch, family, name, call, after, error):
+    model = load(family)
+    kept = Kept(model)
+    with monkeypatch.context() as patch:
+        stop_at(patch, rotation, name, call, error, after)
+        with pytest.raises(error):
+            rotate_(model)
+    kept.check()
+    rotate_(model)  # and it can be done afterwards
+    assert (window_logits(model, TOKENS) - kept.logits).norm() < 1e-4 * kept.logits.norm()
+
+
+def test_rotating_calls_no_more_than_was_stopped_at(load, monkeypatch):
+    calls = dict.fromkeys(STEPS, 0)
+
+    def counted(name, work):
+        def count(*arguments):
+            calls[name] += 1
+            return work(*arguments)
+
+        return count
+
+    for name in STEPS:
+        monkeypatch.setattr(rotation, name, counted(name, getattr(rotation, name)))
+    rotate_(load("llama"))
+    assert calls == STEPS
 
 
 @pytest.mark.parametrize("scheme", ["gptq-int8", "awq-int8"])
