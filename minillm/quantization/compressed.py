@@ -154,7 +154,7 @@ def _global_scale(stored: Tensor, name: str) -> Tensor:
 
 def scale_shape(scheme: Scheme, shape: tuple[int, int]) -> tuple[int, int]:
     rows, columns = shape
-    if scheme.format.startswith("fp8") and scheme.granularity != "channel":
+    if scheme.format.startswith("fp8") and scheme.granularity in ("tensor", "block"):
         return (1, 1) if scheme.granularity == "tensor" else (-(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK))
     return rows, columns // (scheme.group or columns)
 
@@ -211,6 +211,8 @@ def scheme_of(group: Mapping[str, Any]) -> Scheme:
     if form is None or not known or (strategy == "block" and not blocks):
         raise CheckpointError(f"quantized weights of {short(dict(weights), 120)} are not supported")
     granularity = strategy if form.startswith("fp8") else "channel"
+    if granularity == "group" and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
+        raise CheckpointError(f"quantized weights of {short(dict(weights), 120)} have groups of no size")
     grouped = size if strategy in ("group", "tensor_group") and isinstance(size, int) and size > 0 else None
     name = form + (f"-g{grouped}" if grouped and form.startswith("int") else "") + ("" if symmetric else "-asym")
     inputs = isinstance(group.get("input_activations"), Mapping)

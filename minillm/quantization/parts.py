@@ -31,7 +31,7 @@ def named_parts(model: Transformer) -> Parts:
     """(Hugging Face's name, tensor or quantized matrix) of everything but the embedding.
 
     A QuantizedWeight goes by its module's name, a plain tensor by its own. Raises QuantizationError for matrices packed
-    for this CPU, or in blocks that cannot be taken apart by rows.
+    for this CPU.
     """
     c = model.config
     for i, block in enumerate(model.blocks):

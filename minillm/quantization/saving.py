@@ -21,7 +21,6 @@ from ..transformer import Transformer
 from .compressed import config_group, tensors_of
 from .linear import QuantizedLinear
 from .parts import named_parts
-from .scheme import FP8_BLOCK
 from .weight import QuantizedWeight
 
 ROUTER = (".gate.weight", ".e_score_correction_bias")
@@ -33,8 +32,9 @@ def save_quantized(
     """Writes a model that quantize_ has changed; returns the bytes of its weights.
 
     dtype: of embedding, norms, biases and what else stays unquantized, routers excepted, which stay as they are;
-    float32 reloads bit for bit. Raises QuantizationError for a model that is not quantized, one whose matrices cannot
-    be told apart by rows, or one with layers that have no names in such files.
+    float32 reloads bit for bit. Blocks of 128 rows that are not the same rows in the file, where q, k and v are apart
+    and a hybrid's heads lie elsewhere, are written with scales for each row and 128 columns (strategy "group").
+    Raises QuantizationError for a model that is not quantized, or one with layers that have no names in such files.
     """
     folder = Path(folder)
     tensors, schemes, whole = {"model.embed_tokens.weight": model.embedding.data.to(dtype)}, {}, []
@@ -77,29 +77,21 @@ def stack(parts: list[QuantizedWeight]) -> QuantizedWeight:
     """Quantized matrices of one width and scheme as one, by rows. Raises QuantizationError if they do not agree."""
     if len(parts) == 1:
         return parts[0]
+    in_blocks = any(p.in_blocks for p in parts)
+    if in_blocks:
+        parts = [p.by_rows() for p in parts]
     first, rows = parts[0], sum(p.shape[0] for p in parts)
     if not all(p.scheme == first.scheme and _same(p.global_scale, first.global_scale) for p in parts):
         raise QuantizationError("matrices that share their input are quantized differently; they are multiplied as one")
-    of_blocks = first.scheme.format.startswith("fp8") and first.scheme.granularity == "block"
-    if of_blocks and any(p.shape[0] % FP8_BLOCK for p in parts[:-1]):
-        raise QuantizationError(
-            f"matrices that share their input are multiplied as one, and blocks of {FP8_BLOCK} rows do not end where "
-            f"one of {', '.join(str(p.shape[0]) for p in parts)} rows does"
-        )
     shared = first.scheme.granularity == "tensor"
     if shared and not all(torch.equal(p.scale, first.scale) for p in parts):
-        parts, shared = [_by_rows(p) for p in parts], False
+        parts, shared = [p.by_rows() for p in parts], False
         first = parts[0]
     scale = first.scale if shared else torch.cat([p.scale for p in parts])
     zero = None if first.zero is None else torch.cat([p.zero for p in parts])
     packed = torch.cat([p.packed.view(torch.uint8) for p in parts]).view(first.packed.dtype)
-    return replace(first, shape=(rows, first.shape[1]), packed=packed, scale=scale, zero=zero)
-
-
-def _by_rows(weight: QuantizedWeight) -> QuantizedWeight:
-    """The same numbers, the tensor's one scale written out for each row."""
-    scheme = replace(weight.scheme, granularity="channel")
-    return replace(weight, scheme=scheme, scale=weight.scale.expand(weight.shape[0], 1))
+    whole = replace(first, shape=(rows, first.shape[1]), packed=packed, scale=scale, zero=zero)
+    return whole.by_blocks() if in_blocks else whole
 
 
 def _same(a: Tensor | None, b: Tensor | None) -> bool:

@@ -7,6 +7,7 @@ or scales and hand them to the same class.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -27,7 +28,8 @@ class QuantizedWeight:
     packed: what is stored. int8 codes (rows, columns); int4, int3, ternary bytes (rows, columns · bits / 8);
     float8 values (rows, columns); E2M1 codes two a byte.
     scale: (rows, groups) bfloat16 for groups, (rows, 1) float32 for rows, (1, 1) for a tensor, (rows/128, columns/128)
-    for fp8 blocks; uint8 exponents for MXFP4, float8 for NVFP4.
+    for fp8 blocks, (rows, groups) float32 for float8 rows that are no longer in their blocks; uint8 exponents for
+    MXFP4, float8 for NVFP4.
     zero: (rows, groups) of asymmetric codes: uint8, or float for HQQ. None means symmetric.
     global_scale: NVFP4's one float32 for the tensor.
     """
@@ -49,6 +51,11 @@ class QuantizedWeight:
     def bits_per_weight(self) -> float:
         return 8 * self.nbytes / (self.shape[0] * self.shape[1])
 
+    @property
+    def in_blocks(self) -> bool:
+        """Whether 128 rows share a scale."""
+        return self.scheme.format.startswith("fp8") and self.scheme.granularity == "block"
+
     def codes(self) -> Tensor:
         """(rows, columns): integers as stored minus nothing, floating formats as their values."""
         if self.scheme.format in ("mxfp4", "nvfp4"):
@@ -69,7 +76,7 @@ class QuantizedWeight:
         """(rows, columns) float32."""
         rows, columns = self.shape
         codes, scale = self.codes().to(torch.float32), self.scales()
-        if self.scheme.granularity == "block" and self.scheme.format.startswith("fp8"):
+        if self.in_blocks:
             scale = scale.repeat_interleave(FP8_BLOCK, 0)[:rows].repeat_interleave(FP8_BLOCK, 1)[:, :columns]
             return codes * scale
         groups = scale.shape[1]
@@ -82,14 +89,37 @@ class QuantizedWeight:
 
     def map_rows(self, change: Callable[[Tensor], Tensor], rows: int) -> QuantizedWeight:
         """The same change of rows to everything that has rows: a slice takes a stacked matrix apart, an order of rows
-        turns one file's layout into another's."""
-        of_blocks = self.scheme.format.startswith("fp8") and self.scheme.granularity == "block"
-        if of_blocks or self.scale.shape[0] not in (1, self.shape[0]):
-            raise QuantizationError(f"scheme {self.scheme.name}: a block of 128 rows cannot be taken apart by rows")
+        turns one file's layout into another's. Every number stays what it is: where rows of one block of 128 part, each
+        keeps its scales."""
+        if self.in_blocks:
+            return self.by_rows().map_rows(change, rows).by_blocks()
         scale = _bytewise(change, self.scale) if self.scale.shape[0] > 1 or self.shape[0] == 1 else self.scale
         zero = None if self.zero is None else change(self.zero)
         packed = _bytewise(change, self.packed)
         return replace(self, shape=(rows, self.shape[1]), packed=packed, scale=scale, zero=zero)
+
+    def by_rows(self) -> QuantizedWeight:
+        """The same numbers in float8, scales that rows share written out for each of them: columns are grouped by the
+        largest number that divides both their count and a block's 128."""
+        rows, columns = self.shape
+        group = math.gcd(columns, FP8_BLOCK) if self.in_blocks else self.scheme.group or columns
+        scale = self.scale
+        if self.in_blocks:
+            block_of_group = torch.arange(0, columns, group) // FP8_BLOCK
+            scale = scale.repeat_interleave(FP8_BLOCK, 0)[:rows, block_of_group]
+        elif scale.shape[0] == 1:
+            scale = scale.expand(rows, -1)
+        whole = group == columns
+        scheme = replace(self.scheme, granularity="channel" if whole else "group", group=None if whole else group)
+        return replace(self, scheme=scheme, scale=scale.contiguous())
+
+    def by_blocks(self) -> QuantizedWeight:
+        """The inverse, where all scales of each 128 x 128 numbers are one; elsewhere the matrix as it is."""
+        every = FP8_BLOCK // (self.scheme.group or FP8_BLOCK)
+        scheme = replace(self.scheme, granularity="block", group=None)
+        blocks = replace(self, scheme=scheme, scale=self.scale[::FP8_BLOCK, ::every].contiguous())
+        same = blocks.by_rows()
+        return blocks if same.scheme == self.scheme and torch.equal(same.scale, self.scale) else self
 
 
 def _bytewise(change: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:

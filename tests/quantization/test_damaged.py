@@ -136,16 +136,34 @@ def test_one_scale_a_tensor_as_others_write_it(saved, tmp_path):
         assert torch.equal(ours[name].dequantize(), theirs[name].dequantize() * times)
 
 
-def test_blocks_are_stacked_where_they_meet_and_refused_where_not():
+def test_blocks_are_stacked_and_cut_without_changing_a_number():
+    """Where blocks meet they stay blocks; where not, rows keep their scales."""
     generator = torch.Generator().manual_seed(0)
     even = [torch.randn(rows, 160, generator=generator) for rows in (256, 128, 96)]
     parts = [quantize_weight(weight, parse("fp8-block")) for weight in even]
     assert torch.equal(stack(parts).dequantize(), torch.cat([part.dequantize() for part in parts]))
-    with pytest.raises(ValueError, match="cannot be taken apart"):  # not even one block: no file could say so
-        parts[2].map_rows(lambda tensor: tensor[:32], 32)
+    assert stack(parts).scheme == parts[0].scheme
+    order = torch.randperm(256, generator=generator)
+    cuts = {  # rows -> whether they are of one block each 128
+        "of one block": (torch.arange(32), True),
+        "blocks in another order": (torch.cat([torch.arange(128, 256), torch.arange(128)]), True),
+        "from the middle of a block": (torch.arange(64, 224), False),
+        "any": (order, False),
+    }
+    for name, (rows, whole) in cuts.items():
+        cut = parts[0].map_rows(lambda tensor, rows=rows: tensor[rows], len(rows))
+        assert torch.equal(cut.dequantize(), parts[0].dequantize()[rows]), name
+        assert (cut.scheme.granularity == "block") == whole, name
     for first in (96, 192):
-        with pytest.raises(ValueError, match="blocks of 128 rows do not end where"):
-            stack([quantize_weight(torch.randn(rows, 160), parse("fp8-block")) for rows in (first, 64)])
+        pair = [
+            quantize_weight(torch.randn(rows, 160, generator=generator), parse("fp8-block")) for rows in (first, 64)
+        ]
+        assert stack(pair).scheme.granularity == "group"
+        assert torch.equal(stack(pair).dequantize(), torch.cat([part.dequantize() for part in pair]))
+    halves = [parts[1].map_rows(lambda tensor, half=half: tensor[half::2], 64) for half in (0, 1)]
+    assert stack(halves).scheme == parts[1].scheme  # both of one block, which they are again
+    with pytest.raises(ValueError, match="quantized differently"):
+        stack([parts[0], quantize_weight(even[1], parse("fp8"))])
 
 
 def test_fractional_zero_points_are_minillms_own_format(saved):

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from minillm import checkpoint
 from minillm.analysis.quality import window_logits
-from minillm.errors import CheckpointError, QuantizationError
+from minillm.errors import CheckpointError
 from minillm.mla import interleaved, paired_halves
 from minillm.moe import expert_layers
 from minillm.moe_offload import offload_experts
@@ -159,13 +159,6 @@ def test_a_missing_expert_is_named(tmp_path):
     save_file(tensors, path, {"format": "pt"})
     with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.experts\.3\.up_proj\.weight is missing"):
         checkpoint.load_model(tmp_path / "out", "auto")
-
-
-def test_a_hybrid_in_blocks_of_rows_cannot_be_taken_apart(tmp_path):
-    """Its files keep the rows of a head side by side, and a block of 128 has rows of several."""
-    tiny.make("qwen3-next", hidden_size=64, intermediate_size=96).save_pretrained(tmp_path)
-    with pytest.raises(QuantizationError, match="a block of 128 rows cannot be taken apart by rows"):
-        quantized(tmp_path, "fp8-block", tmp_path / "out")
 
 
 @pytest.mark.parametrize("family", ["qwen3-next", "qwen3-next-experts", "qwen3-next-bias"])
