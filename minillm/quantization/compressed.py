@@ -4,7 +4,7 @@ A matrix X becomes `X.weight` (int8, float8) or `X.weight_packed` (4 bits), with
 has them, `X.weight_zero_point`, `X.weight_global_scale`, `X.weight_shape`. config.json says under
 `quantization_config` which modules have which format, so that a server that knows the convention can load the file.
 What the convention has no word for (3 bits, ternary, fractional zero points) is stored in the same way and marked
-"minillm-packed".
+"minillm-packed". Where a group's columns lie anywhere (actorder "group"), `X.weight_g_idx` says each column's group.
 
 Read, and never written: 8-bit codes that others pack too, four to an int32, and one scale for a whole tensor. How
 others would round activations and the KV cache (`X.input_scale`, `k_scale`) is not read: they stay as they are, but for
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from torch import Tensor
 from ..errors import CheckpointError, short
 from . import number_formats as nf
 from .scheme import FP8_BLOCK, Scheme
-from .weight import QuantizedWeight
+from .weight import QuantizedWeight, in_order
 
 SUFFIXES = ("weight", "weight_packed", "weight_scale", "weight_zero_point", "weight_global_scale", "weight_shape",
             "weight_g_idx")  # fmt: skip
@@ -39,15 +40,17 @@ _SCALES = {"mxfp4": torch.uint8, "nvfp4": torch.float8_e4m3fn}  # of the others 
 
 def tensors_of(weight: QuantizedWeight) -> dict[str, Tensor]:
     """What is stored for one matrix, by suffix."""
-    s, found = weight.scheme, {"weight_scale": weight.scale}
+    s, packed, found = weight.scheme, weight.packed, {"weight_scale": weight.scale}
+    if weight.order is not None:  # in a file codes lie in the matrix's own order
+        places = weight.order.argsort()
+        packed, found["weight_g_idx"] = in_order(packed, s.bits, places), places.to(torch.int32) // s.group
     if s.bits == 8:
-        signed = weight.packed if weight.packed.dtype != torch.uint8 else (weight.packed.short() - 128).to(torch.int8)
-        found["weight"] = signed
+        found["weight"] = packed if packed.dtype != torch.uint8 else (packed.short() - 128).to(torch.int8)
     elif s.format == "int4":
-        found["weight_packed"] = weight.packed.contiguous().view(torch.int32)  # eight codes, lowest first
+        found["weight_packed"] = packed.contiguous().view(torch.int32)  # eight codes, lowest first
         found["weight_shape"] = torch.tensor(weight.shape)
     else:
-        found["weight_packed"] = weight.packed
+        found["weight_packed"] = packed
     if weight.zero is not None:
         found["weight_zero_point"] = _stored_zero(weight)
     if weight.global_scale is not None:
@@ -93,7 +96,28 @@ def weight_from(scheme: Scheme, shape: tuple[int, int], part: Mapping[str, Tenso
     found += [_global_scale(part["weight_global_scale"], name) if whole else None]
     if not (nf.from_e8m0(scale) if scheme.format == "mxfp4" else scale.float()).isfinite().all():
         raise CheckpointError(f"tensor {name}.weight_scale holds no finite numbers; download the model again")
-    return QuantizedWeight(scheme, shape, packed, scale, *found)
+    order = _order(scheme, part.get("weight_g_idx"), columns, name)
+    if order is not None:
+        packed = in_order(packed, scheme.bits, order)
+    return QuantizedWeight(replace(scheme, own_order=order is not None), shape, packed, scale, *found, order)
+
+
+def _order(scheme: Scheme, g_idx: Tensor | None, columns: int, name: str) -> Tensor | None:
+    """The columns, group by group, from each one's group; None where that is how they lie, which -1 for all of them
+    says too."""
+    name = f"{name}.weight_g_idx"
+    if g_idx is None:
+        return None
+    if g_idx.shape != (columns,) or g_idx.dtype not in (torch.int32, torch.int64):
+        raise CheckpointError(f"tensor {name} is not one whole number for each of {columns} columns; download it again")
+    size = scheme.group or columns
+    if (g_idx == -1).all() or torch.equal(g_idx.long(), torch.arange(columns) // size):
+        return None
+    if not scheme.own_order:
+        raise CheckpointError(f'tensor {name} groups columns in an order, and its config has no actorder "group"')
+    if g_idx.min() < 0 or g_idx.max() >= columns // size or (g_idx.bincount() != size).any():
+        raise CheckpointError(f"tensor {name} does not allot {size} columns to each of {columns // size} groups")
+    return g_idx.argsort(stable=True).to(torch.int32)
 
 
 def _codes_of(scheme: Scheme, packed: Tensor, shape: tuple[int, int], words: bool, name: str) -> Tensor:
@@ -184,6 +208,7 @@ def config_group(scheme: Scheme, targets: list[str]) -> dict[str, Any]:
         "block_structure": [FP8_BLOCK, FP8_BLOCK] if strategy == "block" else None,
         "dynamic": False,
     }
+    weights |= {"actorder": "group"} if scheme.own_order else {}
     inputs = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
     return {
         "targets": targets,
@@ -217,7 +242,11 @@ def scheme_of(group: Mapping[str, Any]) -> Scheme:
     name = form + (f"-g{grouped}" if grouped and form.startswith("int") else "") + ("" if symmetric else "-asym")
     inputs = isinstance(group.get("input_activations"), Mapping)
     dynamic = inputs and form == "int8" and grouped is None and symmetric
-    return Scheme(name, form, group=grouped, symmetric=symmetric, dynamic=dynamic, granularity=granularity)
+    in_own_order = weights.get("actorder") in ("group", "dynamic", True)
+    return Scheme(
+        name, form, group=grouped, symmetric=symmetric, dynamic=dynamic, granularity=granularity,
+        own_order=in_own_order,
+    )  # fmt: skip
 
 
 def _plain(value: Any) -> Any:
@@ -273,11 +302,6 @@ class CompressedTensors(Mapping):
         scheme = self._schemes[module]
         stored = {suffix: f"{module}.{suffix}" for suffix in SUFFIXES}
         part = {suffix: self.files.raw(full) for suffix, full in stored.items() if full in self.files}
-        if "weight_g_idx" in part:
-            raise CheckpointError(
-                f'{module} has its columns grouped in an order of its own (weight_g_idx, actorder "group"), which no '
-                'kernel here reads; quantize it with actorder "weight", or --quantize the unquantized model'
-            )
         return weight_from(scheme, self._shape(scheme, part, module), part, module)
 
     @staticmethod

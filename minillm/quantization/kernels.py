@@ -55,10 +55,11 @@ class Int4Grouped:
         scale = weight.scales()
         # torch's kernel computes (code - 8) · scale + shift
         shift = torch.zeros_like(scale) if weight.zero is None else (8 - weight.zero.to(torch.float32)) * scale
-        self.group, self.bias = weight.scheme.group, bias
+        self.group, self.bias, self.order = weight.scheme.group, bias, weight.order
         self.packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
         self.scale_and_zero = torch.stack([scale.t(), shift.t()], -1).to(torch.bfloat16).contiguous()
         self.weight_bytes = self.packed.nbytes + self.scale_and_zero.nbytes
+        self.weight_bytes += 0 if self.order is None else self.order.nbytes
 
     @staticmethod
     def takes(weight: QuantizedWeight) -> bool:
@@ -67,6 +68,8 @@ class Int4Grouped:
 
     def __call__(self, x: Tensor) -> Tensor:
         x16 = x.to(torch.bfloat16)
+        if self.order is not None:
+            x16 = x16.index_select(1, self.order)
         y = torch.ops.aten._weight_int4pack_mm_for_cpu.default(x16, self.packed, self.group, self.scale_and_zero)
         y = y.to(x.dtype)
         return y if self.bias is None else y + self.bias

@@ -81,6 +81,11 @@ def stack(parts: list[QuantizedWeight]) -> QuantizedWeight:
     if in_blocks:
         parts = [p.by_rows() for p in parts]
     first, rows = parts[0], sum(p.shape[0] for p in parts)
+    if not all(_same(p.order, first.order) for p in parts):
+        raise QuantizationError(
+            "matrices that share their input have their columns grouped in different orders (weight_g_idx); they are "
+            'multiplied as one, so quantize them with actorder "weight"'
+        )
     if not all(p.scheme == first.scheme and _same(p.global_scale, first.global_scale) for p in parts):
         raise QuantizationError("matrices that share their input are quantized differently; they are multiplied as one")
     shared = first.scheme.granularity == "tensor"

@@ -36,7 +36,8 @@ class Scheme:
     """How weights (and, if `dynamic`, activations) are rounded.
 
     `group` columns of a row share a scale; None means the whole row does. For fp8, `granularity` says what shares
-    one: the tensor, a channel (row), or a block of 128 x 128.
+    one: the tensor, a channel (row), or a block of 128 x 128. `own_order`: a group's columns lie anywhere in the
+    matrix, as GPTQ with act-order leaves them where scales are those of its order (files of others alone).
     """
 
     name: str
@@ -47,6 +48,7 @@ class Scheme:
     dynamic: bool = False
     granularity: str = "channel"
     rotate: bool = False
+    own_order: bool = False
 
     @property
     def bits(self) -> int:

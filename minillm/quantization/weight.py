@@ -32,6 +32,8 @@ class QuantizedWeight:
     MXFP4, float8 for NVFP4.
     zero: (rows, groups) of asymmetric codes: uint8, or float for HQQ. None means symmetric.
     global_scale: NVFP4's one float32 for the tensor.
+    order: (columns,) int32: which column of the matrix each column of the codes is, so that groups lie side by side;
+    None where codes are in the matrix's own order.
     """
 
     scheme: Scheme
@@ -40,11 +42,12 @@ class QuantizedWeight:
     scale: Tensor
     zero: Tensor | None = None
     global_scale: Tensor | None = None
+    order: Tensor | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes held: codes and everything needed to read them."""
-        parts = (self.packed, self.scale, self.zero, self.global_scale)
+        parts = (self.packed, self.scale, self.zero, self.global_scale, self.order)
         return sum(part.nbytes for part in parts if part is not None)
 
     @property
@@ -74,6 +77,10 @@ class QuantizedWeight:
 
     def dequantize(self) -> Tensor:
         """(rows, columns) float32."""
+        numbers = self._numbers()
+        return numbers if self.order is None else numbers[:, self.order.argsort()]
+
+    def _numbers(self) -> Tensor:
         rows, columns = self.shape
         codes, scale = self.codes().to(torch.float32), self.scales()
         if self.in_blocks:
@@ -120,6 +127,11 @@ class QuantizedWeight:
         blocks = replace(self, scheme=scheme, scale=self.scale[::FP8_BLOCK, ::every].contiguous())
         same = blocks.by_rows()
         return blocks if same.scheme == self.scheme and torch.equal(same.scale, self.scale) else self
+
+
+def in_order(packed: Tensor, bits: int, order: Tensor) -> Tensor:
+    """Packed codes (rows, columns) with their columns in another order."""
+    return _bytewise(lambda t: nf.pack_codes(nf.unpack_codes(t, bits)[:, order], bits), packed)
 
 
 def _bytewise(change: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:

@@ -201,9 +201,34 @@ def test_groups_that_name_their_modules_differently(saved, tmp_path):
 
 
 ORDER = torch.arange(64, dtype=torch.int32) % 2
+
+
+def in_order(quantization):
+    each(quantization, "weights", actorder="group")
+
+
 REFUSED = {  # what it is -> (scheme, tensors, config, message)
-    "groups in an order of their own": (
-        "int4-g32", lambda t: t.update({f"{NAME}.weight_g_idx": ORDER}), None, r'o_proj .*weight_g_idx.*"weight"',
+    "an order that the config does not speak of": (
+        "int4-g32", lambda t: t.update({f"{NAME}.weight_g_idx": ORDER}), None, r'o_proj.weight_g_idx .* "group"',
+    ),
+    "an order of other groups": (
+        "int4-g32", lambda t: t.update({f"{NAME}.weight_g_idx": ORDER * 3}), in_order, "does not allot 32 columns",
+    ),
+    "an order of groups that are not equal": (
+        "int4-g32", lambda t: t.update({f"{NAME}.weight_g_idx": ORDER * ORDER.roll(7)}), in_order, "does not allot 32",
+    ),
+    "an order of too few columns": (
+        "int4-g32", lambda t: t.update({f"{NAME}.weight_g_idx": ORDER[:-1]}), in_order, "one whole number for each",
+    ),
+    "an order of fractions": (
+        "int4-g32", lambda t: t.update({f"{NAME}.weight_g_idx": ORDER / 2}), in_order, "one whole number for each",
+    ),
+    "an order of negative groups": (
+        "int4-g32", lambda t: t.update({f"{NAME}.weight_g_idx": ORDER - 2}), in_order, "does not allot 32",
+    ),
+    "orders that differ where matrices are multiplied as one": (
+        "int4-g32", lambda t: t.update({"model.layers.0.self_attn.q_proj.weight_g_idx": ORDER}), in_order,
+        'in different orders .*; they are multiplied as one, so quantize them with actorder "weight"',
     ),
     "2:4 in marlin's layout": ("int4-g32", None, lambda q: each(q, format="marlin-24"), "'marlin-24' are not supp"),
     "8-bit microscaling": ("fp8", None, lambda q: each(q, format="mxfp8-quantized"), "'mxfp8-quantized' are not"),
