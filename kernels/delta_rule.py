@@ -214,18 +214,9 @@ def chunked_kernel(
 
 
 def gated_delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    states: Tensor,
-    query_starts: Tensor,
-    slots: Tensor | None = None,
-    scale: float | None = None,
-    method: str = "auto",
-    backend: str = "auto",
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: Tensor, query_starts: Tensor,
+    slots: Tensor | None = None, scale: float | None = None, method: str = "auto", backend: str = "auto",
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """-> (out (T, Hv, Dv), states), the states updated in place. `scale` is Dk^-0.5 unless given. Raises KernelError.
 
     method: "recurrent", "chunked", or "auto", which takes the first where a sequence has four tokens on average.
