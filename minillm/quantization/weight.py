@@ -77,10 +77,6 @@ class QuantizedWeight:
 
     def dequantize(self) -> Tensor:
         """(rows, columns) float32."""
-        numbers = self._numbers()
-        return numbers if self.order is None else numbers[:, self.order.argsort()]
-
-    def _numbers(self) -> Tensor:
         rows, columns = self.shape
         codes, scale = self.codes().to(torch.float32), self.scales()
         if self.in_blocks:
@@ -92,7 +88,8 @@ class QuantizedWeight:
             codes = codes - self.zero.to(torch.float32)[..., None]
         elif (middle := middle_of(self.scheme)) is not None:
             codes = codes - middle
-        return (codes * scale[..., None]).view(rows, columns)
+        numbers = (codes * scale[..., None]).view(rows, columns)
+        return numbers if self.order is None else numbers[:, self.order.argsort()]
 
     def map_rows(self, change: Callable[[Tensor], Tensor], rows: int) -> QuantizedWeight:
         """The same change of rows to everything that has rows: a slice takes a stacked matrix apart, an order of rows
