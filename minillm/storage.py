@@ -44,6 +44,17 @@ def user_path(text: str | Path, name: str = "path") -> Path:
         ) from None
 
 
+def new_folder(text: str | Path, name: str = "folder") -> Path:
+    """The path, of nothing or of an empty folder: what a command that never overwrites may write to.
+
+    Raises RequestError.
+    """
+    folder = user_path(text, name)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise RequestError(f"{name} {short(folder, 200)}: is there already and not an empty folder; name a new one")
+    return folder
+
+
 def write_atomically(path: Path, write: Callable[[Any], None]) -> None:
     """Calls `write(file)` on a temporary binary file beside `path` and renames it. On any error nothing is left.
 

@@ -131,7 +131,7 @@ def test_bad_settings_are_told(pair):
         SpeculativeConfig("early_exit", layers=1, tree=3)
     with pytest.raises(EngineError, match="write early_exit:LAYERS"):
         parse("early_exit")
-    with pytest.raises(EngineError, match="trained in Python"):
+    with pytest.raises(EngineError, match=r"eagle needs draft, .* after --draft on the command line; make it with"):
         parse("eagle")
     with pytest.raises(EngineError, match="token 999 is outside"):
         train_eagle(EagleHead(pair[0]), [[5, 6, 999]], steps=1)

@@ -15,10 +15,10 @@ from collections.abc import Sequence
 
 from .. import __version__
 from ..errors import MinillmError
-from . import bench, chat, demo, doctor, generate, load, quality, quantize, serve, size, streams, tokenize
+from . import bench, chat, demo, doctor, generate, load, quality, quantize, serve, size, streams, tokenize, train_eagle
 from .common import Parser, error_line, one_line
 
-COMMANDS = (demo, chat, generate, serve, load, tokenize, bench, quality, quantize, size, doctor)
+COMMANDS = (demo, chat, generate, serve, load, tokenize, bench, quality, quantize, train_eagle, size, doctor)
 BAD_INPUT, INTERRUPTED, BROKEN_PIPE = 2, 130, 141  # the last two are a shell's 128 + signal number
 
 _EPILOG = """\

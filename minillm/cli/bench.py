@@ -8,7 +8,7 @@ import statistics
 import time
 from typing import TYPE_CHECKING, Any
 
-from . import common
+from . import common, drafting
 from .roof import DecodeBound, decode_bound, held_bytes
 
 FORM = '[{"prompt_token_ids": [1, 2, 3], "max_tokens": 16}, ...]'
@@ -52,7 +52,7 @@ def add_parser(commands) -> None:
     )
     parser.add_argument("--quality", action="store_true", help="what the layout's rounding changed, against float32")
     common.add_json(parser)
-    common.add_speculation_options(parser)
+    drafting.add_options(parser)
     common.add_model_options(parser, offload=True)
     common.add_kv_cache_dtype(parser)
 
@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
 def _bench(args: argparse.Namespace, device: str) -> dict[str, Any]:
     from . import measure
 
-    sizes, speculative = _sizes(args), common.speculation(args)
+    sizes, speculative = _sizes(args), drafting.config(args)
     changed = args.quantize or args.sparsify or args.offload_experts
     path, layout_s = measure.settle_layout(args.model, "float32" if changed else args.dtype, device)
     started = time.perf_counter()

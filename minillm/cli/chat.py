@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING
 
 from ..errors import MinillmError, RequestError
 from ..sampling_params import SamplingParams
-from . import common
+from . import common, drafting
 
 if TYPE_CHECKING:
     from ..generate import Completion
+    from ..speculative import Speculator
     from ..tokenizer import Tokenizer
     from ..transformer import Transformer
 
@@ -43,6 +44,7 @@ def add_parser(commands) -> None:
                         "model's context, 8192 at most)")  # fmt: skip
     common.add_json(parser)
     common.add_model_options(parser, offload=True)
+    drafting.add_options(parser)
     common.add_sampling_options(parser, temperature=0.2, top_p=0.9, max_tokens=512)
 
 
@@ -51,15 +53,18 @@ def run(args: argparse.Namespace) -> int:
     if args.json and args.message is None:
         raise RequestError("chat --json answers one message; add --message TEXT")
     message = None if args.message is None else common.read_text(args.message)
+    config = drafting.config(args)
     model, tokenizer = common.load(args)
-    conversation = Conversation(model, tokenizer, args.system, args.context)
+    speculator = drafting.speculator(config, model, tokenizer)
+    conversation = Conversation(model, tokenizer, args.system, args.context, speculator)
     if message is None:
         return _converse(conversation, params)
     texts = conversation.ask(message, params)
     if args.json:
         list(texts)
         values = common.completion_values(conversation.last)
-        common.print_json({**values, "seed": params.seed, "layout": model.layout, "messages": conversation.messages})
+        values |= {"seed": params.seed, "layout": model.layout, "messages": conversation.messages}
+        common.print_json(values if speculator is None else values | {"speculation": drafting.counts(speculator)})
     else:
         common.show(texts)
         print()
@@ -74,8 +79,9 @@ class Conversation:
     """
 
     def __init__(
-        self, model: Transformer, tokenizer: Tokenizer, system: str | None = None, context: int | None = None
-    ) -> None:
+        self, model: Transformer, tokenizer: Tokenizer, system: str | None = None, context: int | None = None,
+        speculator: Speculator | None = None,
+    ) -> None:  # fmt: skip
         from ..backend import attention
         from ..kv_cache import ContiguousCache
 
@@ -83,7 +89,7 @@ class Conversation:
         self.context = min(longest, 8192) if context is None else context
         if not 1 <= self.context <= longest:
             raise RequestError(f"context is {context}; it must be from 1 to the model's own, {longest}")
-        self.model, self.tokenizer, self.system = model, tokenizer, system
+        self.model, self.tokenizer, self.system, self.speculator = model, tokenizer, system, speculator
         self.cache = ContiguousCache(model.config, self.context, model.dtype, model.device, attention(model))
         self.last: Completion | None = None
         self.reset()
@@ -106,7 +112,7 @@ class Conversation:
         params = self._bounded(params, len(ids))
         self.reused = shared_length(self.cached_ids, ids[:-1])  # the last token's logits are needed
         self.cache.truncate(self.reused)
-        chunks = stream(self.model, self.tokenizer, ids, params, cache=self.cache)
+        chunks = stream(self.model, self.tokenizer, ids, params, self.cache, speculative=self.speculator)
         answer = self.last = Completion(ids)
         try:
             yield from common.collect(chunks, answer, started)

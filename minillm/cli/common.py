@@ -121,27 +121,6 @@ def cache_maker(model: Transformer, name: str):
     return lambda tokens: ContiguousCache(model.config, tokens, dtype, model.device, attention(model))
 
 
-def add_speculation_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("speculation")
-    group.add_argument(
-        "--speculate", metavar="METHOD[:K]",
-        help="guess up to K tokens a step (default: 5) and keep those that the model would have said: ngram (from the "
-        "text so far), draft (a small model), early_exit:LAYERS[:K] (the model's first layers)",
-    )  # fmt: skip
-    group.add_argument("--draft", metavar="NAME", help="the model of --speculate draft (default: SmolLM2's own)")
-
-
-def speculation(args: argparse.Namespace):
-    """The options as SpeculativeConfig, or None. Raises EngineError."""
-    if args.speculate is None:
-        if args.draft is not None:
-            raise RequestError("--draft goes with --speculate draft; add it, or leave the draft out")
-        return None
-    from ..speculative.settings import parse
-
-    return parse(args.speculate, args.draft)
-
-
 # flag -> (type, metavar, help); the names are those of SamplingParams
 _NUMBERS = {
     "temperature": (float, "T", "0 takes the likeliest token; higher draws more freely"),

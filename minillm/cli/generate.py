@@ -6,7 +6,7 @@ import argparse
 from dataclasses import replace
 
 from ..errors import RequestError, short
-from . import common
+from . import common, drafting
 
 EXAMPLES = """
 python -m minillm generate "The capital of France is" --max-tokens 16
@@ -15,7 +15,6 @@ python -m minillm generate "1, 2, 3," --stop "10" --json
 python -m minillm generate "1, 2, 3, 1, 2, 3, 1, 2," --speculate ngram:8 --json
 cat notes.txt | python -m minillm generate - --max-tokens 64
 """
-_COUNTS = ("steps", "plain_steps", "drafted", "accepted", "acceptance", "tokens_per_step", "per_position")
 
 
 def add_parser(commands) -> None:
@@ -33,7 +32,7 @@ def add_parser(commands) -> None:
     common.add_json(parser)
     common.add_model_options(parser, offload=True)
     common.add_kv_cache_dtype(parser)
-    common.add_speculation_options(parser)
+    drafting.add_options(parser)
     common.add_sampling_options(parser, temperature=0.0, top_p=1.0, max_tokens=64)
     parser.add_argument("--logprobs", type=int, metavar="K", help="with --json: log-probabilities and the K likeliest")
     parser.add_argument("--n", type=int, default=1, metavar="N", help="answers to draw (default: 1)")
@@ -43,11 +42,11 @@ def run(args: argparse.Namespace) -> int:
     params = common.sampling_params(args)  # a bad number is told before anything is loaded
     if args.logprobs is not None and not args.json:
         raise RequestError("--logprobs is printed in JSON alone; add --json")
-    prompt, config = _prompt(args), common.speculation(args)
+    prompt, config = _prompt(args), drafting.config(args)
     model, tokenizer = common.load(args)
     from .. import generate
 
-    speculator = _speculator(config, model, tokenizer)
+    speculator = drafting.speculator(config, model, tokenizer)
     prompt = generate.encode_prompt(model, tokenizer, prompt)
     new_cache = _cache_of(args, model, len(prompt))
     if not args.json:
@@ -64,8 +63,7 @@ def run(args: argparse.Namespace) -> int:
     values = {**answers[0], "seed": params.seed, "layout": model.layout, "device": str(model.device)}
     values["kv_cache_dtype"] = args.kv_cache_dtype
     if speculator is not None:
-        stats = speculator.stats
-        values["speculation"] = {name: getattr(stats, name) for name in _COUNTS}
+        values["speculation"] = drafting.counts(speculator)
     if args.offload_experts is not None:
         values["experts"] = model.expert_cache.counts.values()
     common.print_json(values if params.n == 1 else values | {"completions": answers})
@@ -79,14 +77,6 @@ def _cache_of(args: argparse.Namespace, model, prompt_tokens: int):
         return lambda: None
     context = model.config.max_position_embeddings
     return lambda: make(context if args.max_tokens is None else min(context, prompt_tokens + args.max_tokens))
-
-
-def _speculator(config, model, tokenizer):
-    if config is None:
-        return None
-    from ..speculative import make_speculator
-
-    return make_speculator(config, model, tokenizer)
 
 
 def _prompt(args: argparse.Namespace) -> str | list[int]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from ..errors import RequestError
-from ..storage import user_path
+from ..storage import new_folder
 from . import common
 
 EXAMPLES = """
@@ -29,9 +28,7 @@ def add_parser(commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    folder = user_path(args.out, "--out")
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise RequestError(f"--out {folder}: is there already and not an empty folder; name a new one")
+    folder = new_folder(args.out, "--out")
     common.refuse_compile(args, "writes weights, which compiling does not change")
     model, tokenizer = common.load(args)
     from ..quantization.saving import save_quantized

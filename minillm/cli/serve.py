@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from ..errors import EngineError
-from . import common
+from . import common, drafting
 
 EXAMPLES = """
 python -m minillm serve
@@ -54,7 +54,7 @@ def add_parser(commands) -> None:
         "SIGTERM or Ctrl-C lets running requests finish; a second one ends at once.",
     )
     common.add_model_options(parser, offload=True)
-    common.add_speculation_options(parser)
+    drafting.add_options(parser)
     _add_server_options(parser.add_argument_group("server"))
     group = parser.add_argument_group("engine")
     for flag, (kind, metavar, text) in _ENGINE.items():
@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
 
     keys = tuple(args.api_key) or tuple(filter(None, [os.environ.get(KEY_VARIABLE)]))
     settings = ServerSettings(
-        model_name=args.served_model_name or _model_name(args.model),
+        model_name=args.served_model_name or model_name(args.model),
         host=args.host,
         port=args.port,
         api_keys=keys,
@@ -126,7 +126,7 @@ def _engine(args: argparse.Namespace):
     if args.no_enable_chunked_prefill:
         options["enable_chunked_prefill"] = False
     _check_options(options)
-    speculative = common.speculation(args)
+    speculative = drafting.config(args)
     model, tokenizer = common.load(args)
     dtype = args.kv_cache_dtype
     config = scheduler_config(model, args.kv_cache_bytes, options, dtype)
@@ -143,7 +143,8 @@ def _check_options(options: dict) -> None:
         raise EngineError(f"this engine has no such setting: {error}") from None
 
 
-def _model_name(source: str | None) -> str:
+def model_name(source: str | None) -> str:
+    """What to call the model of --model."""
     if source is None:
         return "SmolLM2-135M-Instruct"
     path = Path(source)

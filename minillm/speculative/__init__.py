@@ -2,6 +2,7 @@
 
 verification   keep a draft, or draw what replaces it: the one part that the output depends on
 proposal       what a proposer is given and gives; ngram, chains of a draft_model (and early exit) or of eagle, tree
+eagle_file     a trained head on disk
 length         how many drafts are worth it, from acceptance and measured costs
 speculator     these together; decoding for one sequence, batch for the engine
 """

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +25,7 @@ from ..errors import EngineError
 from ..kv_cache import ContiguousCache, NoCache
 from ..layers import Linear, RMSNorm, SwiGLU
 from ..transformer import Block, Transformer
+from . import eagle_file
 from .chains import FIRST, Chain, ChainProposer, copied, side_by_side, with_room
 from .proposal import Context
 
@@ -37,7 +39,10 @@ class EagleHead(nn.Module):
     def __init__(self, target: Transformer, seed: int = 0) -> None:
         super().__init__()
         if target.config.is_mla or target.config.is_hybrid or target.config.is_moe:
-            raise EngineError(f"an EAGLE head has a plain block; {target.config.model_type} has another kind")
+            raise EngineError(
+                f"an EAGLE head has a plain block; {target.config.model_type} has another kind; speculate with ngram, "
+                "draft or early_exit"
+            )
         c = target.config
         self._target = [target]  # in a list: its weights are not the head's
         self.config = replace(c, num_hidden_layers=1, layer_types=c.layer_types[:1], qk_norm=False)
@@ -67,6 +72,45 @@ class EagleHead(nn.Module):
         x = self.block(x, self.target.rotary(positions), cache)
         cache.advance(len(tokens))
         return x
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Views of its weights by the names of published heads (eagle_file.py)."""
+        queries, keys = (n * self.config.head_dim for n in (self.block.attention.heads, self.block.attention.kv_heads))
+        q, k, v = self.block.attention.qkv_proj.weight.detach().split([queries, keys, keys])
+        gate, up = self.block.mlp.gate_up_proj.weight.detach().chunk(2)
+        parts = {
+            "self_attn.q_proj": q, "self_attn.k_proj": k, "self_attn.v_proj": v,
+            "self_attn.o_proj": self.block.attention.o_proj.weight, "mlp.gate_proj": gate, "mlp.up_proj": up,
+            "mlp.down_proj": self.block.mlp.down_proj.weight, "input_layernorm": self.block.attn_norm.weight,
+            "post_attention_layernorm": self.block.ffn_norm.weight,
+        }  # fmt: skip
+        layer = {f"layers.0.{name}.weight": weight.detach() for name, weight in parts.items()}
+        return {"fc.weight": self.join.weight.detach(), **layer}
+
+    def save(self, folder: str | Path, target_name: str | None = None) -> int:
+        """Writes it to a folder, new or empty, whole or not at all; returns the bytes of its weights. Reloaded it is
+        equal bit for bit. `target_name` is for people: an error about another target shows it.
+
+        Raises RequestError for a folder that holds something, CheckpointError for weights that are not finite.
+        """
+        return eagle_file.write(folder, self.tensors(), self.config, self.target, target_name)
+
+    @classmethod
+    def load(cls, folder: str | Path, target: Transformer) -> EagleHead:
+        """A head that `save` wrote, for the target that it was trained for, in whatever layout that is now.
+
+        Raises EngineError for another target or one that can have no head, CheckpointError for a damaged file.
+        """
+        head = cls(target)
+        own = head.tensors()
+        found = eagle_file.read(folder, {name: tuple(part.shape) for name, part in own.items()}, target)
+        for name, part in own.items():
+            part.copy_(found[name])
+        eps = head.config.rms_norm_eps  # a norm folds its weight into a constant when it is made
+        head.block.attn_norm, head.block.ffn_norm = (
+            RMSNorm(found[f"layers.0.{name}.weight"], eps) for name in ("input_layernorm", "post_attention_layernorm")
+        )
+        return head.to(target.device).eval()
 
 
 def _linear(columns: int, rows: int, generator: torch.Generator) -> nn.Linear:

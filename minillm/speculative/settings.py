@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from numbers import Integral
-from pathlib import Path
 from typing import Any
 
 from ..errors import EngineError, short
@@ -20,7 +19,7 @@ class SpeculativeConfig:
     method      "ngram" (prompt lookup), "draft" (a small model), "early_exit" (the target's first `layers`), "eagle"
     num_tokens  the most drafts a step, of each sequence
     draft       "draft": a loaded Transformer, a path or hub name, None for the one that comes with minillm;
-                "eagle": a trained EagleHead
+                "eagle": a trained EagleHead, or the folder of one (EagleHead.save, `python -m minillm train_eagle`)
     adaptive    fewer drafts, or none, where they are not expected to pay (length.py)
     sampled     drafts of a model are drawn from its distribution; False: its likeliest tokens
     tree        "draft" and "early_exit": children of each node, level by level, in place of a chain. With generate
@@ -61,8 +60,11 @@ class SpeculativeConfig:
             raise EngineError(f"method {self.method} drafts chains; use tree with draft or early_exit")
         if self.draft is not None and self.method not in ("draft", "eagle"):
             raise EngineError(f"method {self.method} takes no draft; leave it out, or set method to 'draft'")
-        if self.method == "eagle" and (self.draft is None or isinstance(self.draft, str | Path)):
-            raise EngineError("method eagle needs draft, an EagleHead trained for this target (speculative.eagle)")
+        if self.method == "eagle" and self.draft is None:
+            raise EngineError(
+                "method eagle needs draft, an EagleHead trained for this target or the folder of one, after --draft on "
+                "the command line; make it with python -m minillm train_eagle --out FOLDER"
+            )
         if (self.layers is not None) != (self.method == "early_exit"):
             raise EngineError("layers, of the target's that draft, go with method early_exit, which needs them")
 
@@ -77,10 +79,6 @@ def parse(text: str, draft: str | None = None) -> SpeculativeConfig:
     method, *numbers = text.split(":")
     if not all(n.isdecimal() for n in numbers) or len(numbers) > 1 + (method == "early_exit"):
         raise EngineError(f"speculation {short(text)!r} is not METHOD or METHOD:K, such as ngram:5 or early_exit:8:3")
-    if method == "eagle":
-        raise EngineError(
-            "method eagle takes a head trained in Python (speculative.eagle); here ngram, draft, early_exit"
-        )
     if method == "early_exit" and not numbers:
         raise EngineError(
             "early_exit needs the number of layers that draft; write early_exit:LAYERS, such as early_exit:8"

@@ -145,9 +145,11 @@ def _same_vocabulary(draft: Tokenizer, target: Tokenizer) -> None:
     )
 
 
-def _eagle(head: EagleHead, model: Transformer) -> EagleHead:
+def _eagle(head: EagleHead | str | Path, model: Transformer) -> EagleHead:
+    if isinstance(head, str | Path):
+        return EagleHead.load(head, model)
     if not isinstance(head, EagleHead):
-        raise EngineError(f"the draft is a {type(head).__name__}; method eagle needs an EagleHead")
+        raise EngineError(f"the draft is a {type(head).__name__}; method eagle needs an EagleHead or its folder")
     same = head.target.embedding is model.embedding and len(head.target.blocks) == len(model.blocks)
     if not same:  # on another backend or compiled it is another object, of the same weights
         raise EngineError("this EagleHead reads the hidden states of another model; train one for this target")
