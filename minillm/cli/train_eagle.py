@@ -35,7 +35,8 @@ def add_parser(commands) -> None:
         EXAMPLES,
         description="The model answers short prompts, a head learns to continue the model's hidden states over these "
         "answers, and is written to a folder that --speculate eagle --draft FOLDER takes with this model. It says at "
-        "the end how often the head's first guess was the model's first choice, on answers that it has not seen.",
+        "the end how often the head's first guess was the model's first choice, on answers that it has not seen: for "
+        "SmolLM2 16%, and 20% with --texts 384 --steps 1200. Heads in use have read far more.",
     )
     parser.add_argument("--out", metavar="FOLDER", required=True, help="a folder that is new or empty")
     parser.add_argument("--steps", type=int, default=400, metavar="N", help="of training, a text each (default: 400)")
@@ -68,11 +69,11 @@ def run(args: argparse.Namespace) -> int:
     )
     texts = answers(model, tokenizer, prompts, args.tokens, generator)
     losses = _train(head, [t for i, t in enumerate(texts) if i % EVERY], args.steps, args.seed)
-    found, positions = first_guesses(head, texts[::EVERY])
+    found, positions = first_guesses(head, texts[::EVERY], [len(prompt) for prompt in prompts[::EVERY]])
     size = head.save(folder, model_name(args.model))
     print(
         f"{folder}: {common.size_text(size)}, loss {losses[0]:.3f} to {losses[-1]:.3f}; the first guess is the model's "
-        f"first choice at {found:.0%} of {positions} places of {len(texts[::EVERY])} texts not trained on"
+        f"first choice at {found:.0%} of {positions} places of {len(texts[::EVERY])} answers not trained on"
     )
     return 0
 
@@ -136,9 +137,10 @@ def _train(head: EagleHead, texts: Sequence[list[int]], steps: int, seed: int) -
         return train_eagle(head, texts, steps, seed=seed, on_step=told)
 
 
-def first_guesses(head: EagleHead, texts: Sequence[list[int]]) -> tuple[float, int]:
-    """Share of positions at which the head, given everything before it, guesses the model's likeliest token, and how
-    many there are."""
+def first_guesses(head: EagleHead, texts: Sequence[list[int]], starts: Sequence[int]) -> tuple[float, int]:
+    """Share of places at which the head, given everything before it, guesses the model's likeliest token, and how many
+    there are. Answer i begins at token starts[i]; before it nobody speculates, and a chat template is easily guessed.
+    """
     import torch
 
     from ..kv_cache import NoCache
@@ -146,11 +148,12 @@ def first_guesses(head: EagleHead, texts: Sequence[list[int]]) -> tuple[float, i
 
     target, same = head.target, []
     with torch.inference_mode():
-        for text in (text for text in texts if len(text) > 2):
+        for text, start in zip(texts, starts, strict=True):
             hidden, tokens = eagle.features(target, text), torch.tensor(text[1:], device=target.device)
             positions = torch.arange(len(tokens), device=target.device)
             guessed = head(tokens, hidden[:-1], positions, NoCache(head.config))
-            ours, theirs = (target.logits(h.to(target.dtype)).argmax(-1) for h in (guessed, hidden[1:]))
+            pairs = (guessed[start - 1 :], hidden[start:])  # what follows the answer's first token, and so on
+            ours, theirs = (target.logits(h.to(target.dtype)).argmax(-1) for h in pairs)
             same.append(ours == theirs)
     every = torch.cat(same).float()
     return every.mean().item(), len(every)

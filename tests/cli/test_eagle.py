@@ -32,7 +32,7 @@ def head(folder, loaded, tmp_path_factory):
     model, tokenizer = loaded
     text = train_eagle.answers(model, tokenizer, [tokenizer.encode(PROMPT)], 40, _Greedy())
     trained = EagleHead(model)
-    eagle.train_eagle(trained, text, steps=60, learning_rate=3e-3)
+    eagle.train_eagle(trained, text, steps=120, learning_rate=3e-3)
     path = tmp_path_factory.mktemp("heads") / "head"
     trained.save(path, "tiny")
     return path
@@ -64,7 +64,7 @@ def test_the_command_makes_a_head(capsys, options, loaded, tmp_path):
     small = ["--steps", 3, "--texts", 9, "--tokens", 6, *options]
     said = made(capsys, "--out", tmp_path / "a", *small)
     assert said.startswith(f"{tmp_path / 'a'}: ")
-    assert "texts not trained on" in said
+    assert "answers not trained on" in said
     made(capsys, "--out", tmp_path / "b", *small)
     made(capsys, "--out", tmp_path / "c", *small, "--seed", 1)
     for name in ("config.json", "model.safetensors"):
@@ -105,13 +105,25 @@ def test_what_is_held_out_was_not_trained_on(loaded):
     assert not set(questions[:: train_eagle.EVERY]) & set(questions[1 :: train_eagle.EVERY])
 
 
+def test_what_is_judged_was_not_trained_on(capsys, options, tmp_path, monkeypatch):
+    seen = {}
+    train, judge = train_eagle._train, train_eagle.first_guesses
+    monkeypatch.setattr(train_eagle, "_train", lambda h, texts, *a: seen.update(trained=texts) or train(h, texts, *a))
+    monkeypatch.setattr(train_eagle, "first_guesses", lambda h, t, s: seen.update(judged=t, starts=s) or judge(h, t, s))
+    made(capsys, "--out", tmp_path / "a", "--steps", 1, "--texts", 17, "--tokens", 6, *options)
+    assert (len(seen["trained"]), len(seen["judged"])) == (14, 3)
+    assert not set(map(tuple, seen["trained"])) & set(map(tuple, seen["judged"]))
+    assert all(0 < len(text) - start <= 6 for text, start in zip(seen["judged"], seen["starts"], strict=True))
+
+
 def test_first_guesses_are_counted(loaded, head, capsys):
     """A head that knows the text guesses it; one that keeps the hidden state as it is does not."""
     model, tokenizer = loaded
     text = train_eagle.answers(model, tokenizer, [tokenizer.encode(PROMPT)], 40, _Greedy())
-    good, places = train_eagle.first_guesses(EagleHead.load(head, model), text)
-    poor, _ = train_eagle.first_guesses(EagleHead(model), text)
-    assert places == len(text[0]) - 1
+    start = len(tokenizer.encode(PROMPT))
+    good, places = train_eagle.first_guesses(EagleHead.load(head, model), text, [start])
+    poor, _ = train_eagle.first_guesses(EagleHead(model), text, [start])
+    assert places == len(text[0]) - start == 40
     assert poor < 0.5 < 0.8 < good
 
 
