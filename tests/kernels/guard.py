@@ -1,6 +1,9 @@
-"""python -m tests.kernels.guard FILE [TEXT]: the cases of a kernel file between unreadable pages; see harness.
+"""python -m tests.kernels.guard: runs the cases of kernel files between unreadable pages; see harness.
 
-A kernel that reads or writes beside a tensor ends this process with a segmentation fault.
+A request is a line of JSON: module, only (text that the names of its cases hold), output (a file for what it prints)
+and seconds. The answer is a line with the exit code. Each request has a process of its own, forked from this one, which
+has imported torch and triton and run nothing: a kernel that reads or writes beside a tensor ends that process with a
+segmentation fault, and the next request finds everything as it was.
 """
 
 from __future__ import annotations
@@ -8,14 +11,22 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import importlib
+import json
 import mmap
 import os
+import signal
 import sys
+import traceback
 
 os.environ["TRITON_INTERPRET"] = "1"
+# A fork takes the calling thread alone along; what other threads of numpy's or torch's held would stay held for ever.
+os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
 
 import torch
+import torch._dynamo  # which the first torch.empty under a TorchDispatchMode would import, in each child anew
 from torch.utils._python_dispatch import TorchDispatchMode
+
+import kernels.launch  # noqa: F401  and with it triton
 
 PAGE = mmap.PAGESIZE
 _KEPT = []  # maps must outlive the tensors in them
@@ -69,10 +80,10 @@ class FencedOutputs(TorchDispatchMode):
         return fenced(out, self.at_end) if func.overloadpacket.__name__ in self.MAKERS else out
 
 
-def main(file: str, only: str = "") -> None:
-    faulthandler.enable()
-    module = importlib.import_module(f"kernels.{file}")
-    for case in (case for case in module.CASES if only in case.name):
+def run(module: str, only: str) -> None:
+    cases = [case for case in importlib.import_module(module).CASES if only in case.name]
+    assert cases, f"no case of {module} is called {only!r}"
+    for case in cases:
         dtype = torch.float32 if torch.float32 in case.dtypes else torch.float16
         for at_end in (True, False):
             print(f"{case.name}, fenced at its {'end' if at_end else 'start'}", flush=True)
@@ -82,5 +93,32 @@ def main(file: str, only: str = "") -> None:
                 trial.kernel()
 
 
+def forked(module: str, only: str, output: str, seconds: int) -> int:
+    """The exit code of a child that ran the cases; minus the signal that ended it."""
+    child = os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    code = 1
+    try:
+        file = os.open(output, os.O_WRONLY)
+        for stream in (1, 2):
+            os.dup2(file, stream)
+        faulthandler.enable()
+        signal.alarm(seconds)  # which ends this process
+        run(module, only)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        os._exit(code)
+
+
+def main() -> None:
+    assert len(os.listdir("/proc/self/task")) == 1, "a fork would leave threads behind"
+    for line in sys.stdin:
+        print(forked(**json.loads(line)), flush=True)
+
+
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

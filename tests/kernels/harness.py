@@ -5,7 +5,7 @@
         harness.check(case, dtype)
 
     def test_stays_in_bounds():
-        harness.check_bounds("rms_norm")
+        harness.check_bounds("kernels.rms_norm")
 
 The interpreter adds and multiplies bf16 wrongly and turns float32 into bf16 by cutting digits off, so there float32 and
 float16 are tested; on a CUDA machine bf16 is too.
@@ -13,9 +13,12 @@ float16 are tested; on a CUDA machine bf16 is too.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import json
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from types import ModuleType
 
@@ -68,16 +71,43 @@ def poisoned():
         torch.set_deterministic_debug_mode(mode)
 
 
-def check_bounds(file: str, only: str = "") -> None:
-    """Runs the cases of kernels/<file>.py in a child process in which nothing may be touched beside the tensors.
+class _Guard:
+    """A process of tests.kernels.guard, started at the first request and again if it is lost."""
+
+    def __init__(self) -> None:
+        self.process = None
+
+    def run(self, **request) -> str:
+        """The exit code, as text; "" when the guard itself is lost."""
+        if self.process is None or self.process.poll() is not None:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "tests.kernels.guard"],
+                cwd=Path(__file__).parents[2],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            atexit.register(self.process.kill)
+        self.process.stdin.write(json.dumps(request) + "\n")
+        self.process.stdin.flush()
+        return self.process.stdout.readline().strip()
+
+
+_GUARD = _Guard()
+
+
+def check_bounds(module: str, only: str = "", seconds: int = 120) -> None:
+    """Runs the cases of a kernel file in a child process in which nothing may be touched beside the tensors.
 
     Each tensor, outputs included, ends where an unreadable page begins, and in a second run begins where one ends.
-    The interpreter's accesses are real, so a wrong one kills the child.
+    The interpreter's accesses are real, so a wrong one kills the child. Children are forked from one process that has
+    imported torch and triton: an import takes longer than most of the runs.
     """
-    command = [sys.executable, "-m", "tests.kernels.guard", file, only]
-    child = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=120)
-    last = child.stdout.strip().splitlines()[-1:] or ["before the first case"]
-    assert child.returncode == 0, f"kernels/{file}.py, {last[0]}: exit {child.returncode}\n{child.stderr[-3000:]}"
+    with tempfile.NamedTemporaryFile("r", errors="replace") as output:
+        code = _GUARD.run(module=module, only=only, output=output.name, seconds=seconds)
+        said = output.read()
+    last = [line for line in said.splitlines() if ", fenced at its " in line][-1:] or ["before the first case"]
+    assert code == "0", f"{module}, {last[0]}: exit {code or 'of the guard itself'}\n{said[-3000:]}"
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from tests.kernels import harness
 
 
 def test_stays_in_bounds():
-    harness.check_bounds("delta_rule")
+    harness.check_bounds("kernels.delta_rule")
 
 
 @pytest.mark.parametrize(("case", "dtype"), harness.trials(delta_rule))

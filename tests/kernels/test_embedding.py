@@ -11,7 +11,7 @@ from tests.kernels import harness
 
 
 def test_stays_in_bounds():
-    harness.check_bounds("embedding")
+    harness.check_bounds("kernels.embedding")
 
 
 @pytest.mark.parametrize(("case", "dtype"), harness.trials(embedding))

@@ -28,7 +28,7 @@ def normal(*shapes, seed=0):
 
 
 def test_stays_in_bounds():
-    harness.check_bounds("flash_attention")
+    harness.check_bounds("kernels.flash_attention")
 
 
 @pytest.mark.parametrize(("case", "dtype"), harness.trials(file))

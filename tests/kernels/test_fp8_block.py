@@ -11,7 +11,7 @@ from tests.kernels import harness
 
 
 def test_stays_in_bounds():
-    harness.check_bounds("fp8_block")
+    harness.check_bounds("kernels.fp8_block")
 
 
 @pytest.mark.parametrize(("case", "dtype"), harness.trials(fp8_block))

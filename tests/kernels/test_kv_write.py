@@ -12,7 +12,7 @@ from tests.kernels import harness, paged_cache
 
 
 def test_stays_in_bounds():
-    harness.check_bounds("kv_write")
+    harness.check_bounds("kernels.kv_write")
 
 
 @pytest.mark.parametrize(("case", "dtype"), harness.trials(kv_write))

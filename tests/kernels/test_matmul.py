@@ -12,7 +12,7 @@ from tests.kernels import harness
 
 
 def test_stays_in_bounds():
-    harness.check_bounds("matmul")
+    harness.check_bounds("kernels.matmul")
 
 
 @pytest.mark.parametrize(("case", "dtype"), harness.trials(matmul))

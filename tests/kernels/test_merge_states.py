@@ -13,7 +13,7 @@ from tests.kernels import harness
 
 
 def test_stays_in_bounds():
-    harness.check_bounds("merge_states")
+    harness.check_bounds("kernels.merge_states")
 
 
 @pytest.mark.parametrize(("case", "dtype"), harness.trials(merge_states))

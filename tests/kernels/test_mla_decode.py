@@ -12,7 +12,7 @@ from tests.kernels import harness
 
 
 def test_stays_in_bounds():
-    harness.check_bounds("mla_decode", "odd")
+    harness.check_bounds("kernels.mla_decode", "odd")
 
 
 @pytest.mark.parametrize(("case", "dtype"), harness.trials(mla_decode))

@@ -11,7 +11,7 @@ from tests.kernels import harness
 
 
 def test_stays_in_bounds():
-    harness.check_bounds("moe_align")
+    harness.check_bounds("kernels.moe_align")
 
 
 @pytest.mark.parametrize(("case", "dtype"), harness.trials(moe_align))

@@ -12,7 +12,7 @@ from tests.kernels import harness
 
 
 def test_stays_in_bounds():
-    harness.check_bounds("moe_gemm")
+    harness.check_bounds("kernels.moe_gemm")
 
 
 @pytest.mark.parametrize(("case", "dtype"), harness.trials(moe_gemm))

@@ -11,7 +11,7 @@ from tests.kernels import harness
 
 
 def test_stays_in_bounds():
-    harness.check_bounds("mxfp4")
+    harness.check_bounds("kernels.mxfp4")
 
 
 @pytest.mark.parametrize(("case", "dtype"), harness.trials(mxfp4))

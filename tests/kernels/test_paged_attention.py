@@ -13,7 +13,7 @@ from tests.kernels import harness, paged_cache
 
 
 def test_stays_in_bounds():
-    harness.check_bounds("paged_attention")
+    harness.check_bounds("kernels.paged_attention")
 
 
 @pytest.mark.parametrize(("case", "dtype"), harness.trials(paged_attention))

@@ -12,7 +12,7 @@ from tests.kernels import harness, paged_cache
 
 
 def test_stays_in_bounds():
-    harness.check_bounds("paged_decode")
+    harness.check_bounds("kernels.paged_decode")
 
 
 @pytest.mark.parametrize(("case", "dtype"), harness.trials(paged_decode))

@@ -11,7 +11,7 @@ from tests.kernels import harness
 
 
 def test_stays_in_bounds():
-    harness.check_bounds("rms_norm")
+    harness.check_bounds("kernels.rms_norm")
 
 
 @pytest.mark.parametrize(("case", "dtype"), harness.trials(rms_norm))

@@ -12,7 +12,7 @@ from tests.kernels import harness
 
 
 def test_stays_in_bounds():
-    harness.check_bounds("rotary")
+    harness.check_bounds("kernels.rotary")
 
 
 @pytest.mark.parametrize(("case", "dtype"), harness.trials(rotary))

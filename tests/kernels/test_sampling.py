@@ -36,7 +36,7 @@ def survivors_of_minillm(logits, rows):
 
 
 def test_stays_in_bounds():
-    harness.check_bounds("sampling")
+    harness.check_bounds("kernels.sampling")
 
 
 @pytest.mark.parametrize(("case", "dtype"), harness.trials(sampling))

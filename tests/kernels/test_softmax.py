@@ -13,7 +13,7 @@ from tests.kernels import harness
 
 
 def test_stays_in_bounds():
-    harness.check_bounds("softmax")
+    harness.check_bounds("kernels.softmax")
 
 
 @pytest.mark.parametrize(("case", "dtype"), harness.trials(softmax))

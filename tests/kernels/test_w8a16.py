@@ -11,7 +11,7 @@ from tests.kernels import harness
 
 
 def test_stays_in_bounds():
-    harness.check_bounds("w8a16")
+    harness.check_bounds("kernels.w8a16")
 
 
 @pytest.mark.parametrize(("case", "dtype"), harness.trials(w8a16))
