@@ -30,6 +30,19 @@ def test_every_exercise_is_proved(exercise):
 
 
 @pytest.mark.parametrize("chapter", registry.chapters())
+def test_a_solution_runs_from_top_to_bottom_and_its_own_check_cells_say_passed(chapter, monkeypatch):
+    """Why `make notebooks` need not run the solutions as well: they hold plain Python, and here its verdicts count."""
+    outcomes = []
+    monkeypatch.setattr("exercises.check", lambda *call: outcomes.append(check(*call)))
+    cells = code_cells(read_notebook(registry.solution_path(chapter)))
+    assert [as_python(cell) for cell in cells] == cells, "IPython's own syntax, which nothing here would run"
+    _, errors = execute(cells)
+    assert errors == {}
+    want = [(exercise.name, PASSED) for exercise in registry.exercises(chapter)]
+    assert [(outcome.exercise, outcome.status) for outcome in outcomes] == want
+
+
+@pytest.mark.parametrize("chapter", registry.chapters())
 def test_student_notebook_is_in_step_with_its_solution(chapter):
     text = registry.student_path(chapter).read_text(encoding="utf-8")
     assert text == built(chapter), "run `python -m exercises build`"
