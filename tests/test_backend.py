@@ -30,12 +30,19 @@ from minillm.llm import LLM
 from minillm.paging import PagedCache, PagedStep, SequenceStep, StepMetadata
 from minillm.sampling import SamplingParams
 from tests import tiny
+from tests.kernels import harness
 from tests.serving import answers, expected, run
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 needs_triton = pytest.mark.skipif(not launch.HAVE_TRITON, reason="triton is not installed (it has wheels for Linux)")
 PROMPTS = [list(range(10, 19)), list(range(10, 18)), [40, 41, 42]]
 GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+
+
+@pytest.fixture(autouse=True)
+def quick():
+    with harness.quick_interpreter():
+        yield
 
 
 # --- the switch ---

@@ -26,6 +26,13 @@ def on_the_gpu_where_there_is_one():
         yield
 
 
+@pytest.fixture(autouse=True)
+def quick():
+    """test_quick_interpreter.py shows that it changes nothing but the time."""
+    with harness.quick_interpreter():
+        yield
+
+
 def pytest_collection_modifyitems(items):
     if launch.HAVE_TRITON and not torch.cuda.is_available() and not launch.INTERPRETED:
         raise pytest.UsageError("triton was imported before TRITON_INTERPRET=1 was set; tests/conftest.py must set it")

@@ -26,7 +26,7 @@ import torch
 import torch._dynamo  # which the first torch.empty under a TorchDispatchMode would import, in each child anew
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import kernels.launch  # noqa: F401  and with it triton
+from tests.kernels import harness  # and with it triton
 
 PAGE = mmap.PAGESIZE
 _KEPT = []  # maps must outlive the tensors in them
@@ -89,7 +89,7 @@ def run(module: str, only: str) -> None:
             print(f"{case.name}, fenced at its {'end' if at_end else 'start'}", flush=True)
             trial = case.make("cpu", dtype, torch.Generator().manual_seed(0))
             trial = trial.moved(lambda t, at_end=at_end: fenced(t, at_end))
-            with FencedOutputs(at_end):
+            with FencedOutputs(at_end), harness.quick_interpreter():
                 trial.kernel()
 
 

@@ -15,10 +15,8 @@ from tests.kernels import harness
 
 
 @pytest.fixture(autouse=True)
-def quick():
+def seeded():
     torch.manual_seed(0)
-    with harness.quick_interpreter():
-        yield
 
 
 def draw(logits, rows, backend="triton", **kwargs):
