@@ -122,8 +122,8 @@ def build_command(options: argparse.Namespace) -> int:
 def prove_command(options: argparse.Namespace) -> int:
     failures = 0
     for chapter in [options.chapter] if options.chapter else registry.chapters():
-        for exercise in registry.exercises(chapter):
-            proof = prove(exercise)
+        for proof in prove(registry.exercises(chapter)):
+            exercise = proof.exercise
             failures += bool(proof.problems)
             print(f"{exercise.chapter} {exercise.name}: {'NOT proved' if proof.problems else 'proved'}")
             for variant, outcome in proof.outcomes.items():

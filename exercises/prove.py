@@ -45,15 +45,22 @@ class Proof:
     problems: list[str] = field(default_factory=list)
 
 
-def prove(exercise: Exercise) -> Proof:
-    """Run every variant in child processes. Raises ExerciseError when notebook and checks do not fit together."""
-    notebook = read_notebook(registry.solution_path(exercise.chapter))
-    proof = Proof(exercise, problems=statement_problems(exercise, notebook))
-    variants = variants_of(exercise, code_cells(notebook))
-    outcomes = run([Attempt(exercise, cells) for cells in variants.values()])
-    proof.outcomes = dict(zip(variants, outcomes, strict=True))
-    proof.problems += verdicts(exercise, proof.outcomes)
-    return proof
+def prove(exercises: list[Exercise]) -> list[Proof]:
+    """Run every variant of every one of a chapter's exercises, in as few child processes as can be.
+
+    Raises ExerciseError when notebook and checks do not fit together.
+    """
+    proofs, attempts = [], []
+    for exercise in exercises:
+        notebook = read_notebook(registry.solution_path(exercise.chapter))
+        variants = variants_of(exercise, code_cells(notebook))
+        proofs.append(Proof(exercise, dict.fromkeys(variants), statement_problems(exercise, notebook)))
+        attempts += [Attempt(exercise, cells) for cells in variants.values()]
+    outcomes = iter(run(attempts))
+    for proof in proofs:
+        proof.outcomes = {variant: next(outcomes) for variant in proof.outcomes}
+        proof.problems += verdicts(proof.exercise, proof.outcomes)
+    return proofs
 
 
 def variants_of(exercise: Exercise, cells: list[str]) -> dict[str, list[str]]:
