@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -143,26 +145,31 @@ def test_smollm2_logits_equal_transformers(smollm2, smollm2_reference):
     assert relative(logits, expected) < 1e-4
 
 
+@pytest.fixture(scope="module")
+def greedy(smollm2):
+    """Prompt -> our 64 likeliest tokens, one at a time through our cache."""
+    params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
+    return functools.cache(lambda prompt: generate(*smollm2, prompt, params))
+
+
 @torch.inference_mode()
 @pytest.mark.parametrize("prompt", PROMPTS)
-def test_smollm2_greedy_equals_transformers(smollm2, smollm2_reference, prompt):
-    """64 tokens, one at a time through our cache, against transformers given the whole text at once.
+def test_smollm2_greedy_equals_transformers(greedy, smollm2_reference, prompt):
+    """Against transformers given the whole text at once.
 
     Token for token: each of ours must be transformers' argmax after the same prefix, which is what its own greedy
     loop would have drawn.
     """
-    model, tokenizer = smollm2
-    params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
-    done = generate(model, tokenizer, prompt, params)
+    done = greedy(prompt)
     ids = done.prompt_token_ids + done.token_ids
     logits = smollm2_reference(torch.tensor([ids])).logits[0]
     assert logits[len(done.prompt_token_ids) - 1 : -1].argmax(-1).tolist() == done.token_ids
 
 
-def test_smollm2_text_equals_transformers_generate(smollm2, smollm2_reference):
+def test_smollm2_text_equals_transformers_generate(smollm2, greedy, smollm2_reference):
     """The same through transformers' own generate(), once."""
-    model, tokenizer = smollm2
-    done = generate(model, tokenizer, PROMPTS[0], SamplingParams(temperature=0, max_tokens=64, ignore_eos=True))
+    _, tokenizer = smollm2
+    done = greedy(PROMPTS[0])
     theirs = smollm2_reference.generate(
         torch.tensor([done.prompt_token_ids]), max_new_tokens=64, min_new_tokens=64, do_sample=False
     )
