@@ -185,6 +185,10 @@ class ModelConfig:
 def _from_dict(raw: Mapping[str, Any], source: str) -> ModelConfig:
     raw = {**raw, **raw["text_config"]} if isinstance(raw.get("text_config"), dict) else raw
     model_type = raw.get("model_type")
+    if model_type == "eagle":  # of speculative/eagle_file.py, and of heads that others have published
+        raise ConfigError(
+            f"{source}: an EAGLE head, which drafts for a model; give it as --speculate eagle --draft FOLDER"
+        )
     if not isinstance(model_type, str) or model_type not in SUPPORTED:
         known = ", ".join(sorted(SUPPORTED))
         raise ConfigError(f"{source}: model_type {short(repr(model_type))} is not supported; minillm knows {known}")

@@ -23,6 +23,11 @@ IGNORED = [
 ]
 
 
+def test_an_eagle_head_is_no_model():
+    with pytest.raises(ConfigError, match="--speculate eagle --draft FOLDER"):
+        ModelConfig.from_dict({"model_type": "eagle", "hidden_size": 64}, "head/config.json")
+
+
 @torch.inference_mode()
 @pytest.mark.parametrize(("family", "changes"), IGNORED, ids=lambda v: str(v)[:40])
 def test_logits_equal_transformers_whatever_the_file_says_besides(tmp_path, family, changes):

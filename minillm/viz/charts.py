@@ -210,7 +210,7 @@ def timeline(spans: Sequence[Span], title: str) -> Figure:
 def predicted_measured(
     rows: Sequence[tuple[str, float, float]], unit: str, title: str, log: bool = True, ylabel: str = "operator"
 ) -> Figure:
-    """Each row a name with its prediction (hollow) and its measurement (filled), joined by a line, and the ratio.
+    """Each row a name with its prediction (hollow) and its measurement (filled), joined by a line, and their ratio.
 
     rows: (name, predicted, measured), both in `unit`.
     """
@@ -236,5 +236,5 @@ def predicted_measured(
             ax.set_xscale("log")
         ax.margins(x=0.12, y=0.08)
         ax.invert_yaxis()
-        ax.legend(loc="best")
+        ax.legend(loc="best", title="× measured / predicted", title_fontsize=9)
     return fig
