@@ -1,6 +1,6 @@
 """Random numbers, the distribution of the tokens drawn with them, and what the draws may not depend on."""
 
-import dataclasses
+import copy
 import functools
 import itertools
 import math
@@ -112,14 +112,21 @@ COMBOS = {
 DRAWS = 20_000
 
 
+def seeded(params, seed):
+    """dataclasses.replace without a second look at all the other values."""
+    changed = copy.copy(params)
+    object.__setattr__(changed, "seed", seed)
+    return changed
+
+
 @functools.cache
 def drawn(params):
     """Counts of ids over DRAWS rows of the whole sampler, each with its own seed."""
     rows, counts = 500, Counter()
     logits, states = torch.tensor([LOGITS] * rows), [SamplingState(PROMPT, OUTPUT)] * rows
     for start in range(0, DRAWS, rows):
-        seeded = [dataclasses.replace(params, seed=s) for s in range(start, start + rows)]
-        counts.update(t.id for t in sample(logits, seeded, states, eos_ids=[11]))
+        rows_of = [seeded(params, seed) for seed in range(start, start + rows)]
+        counts.update(t.id for t in sample(logits, rows_of, states, eos_ids=[11]))
     return [counts[i] for i in range(len(LOGITS))]
 
 
