@@ -25,11 +25,13 @@ from ..errors import RequestError, short
 from ..storage import remembered
 from .hardware import GIGA, Hardware
 
-METHOD = 3  # raise it when the way of measuring changes, so that old caches are measured again
+METHOD = 4  # raise it when the way of measuring changes, so that old caches are measured again
 _BUFFER = 512 << 20
 _SECONDS_A_CEILING = 0.4
+_SECONDS_A_SHARE = 0.25
 _RUNS = (5, 15)  # at least, at most
-_STEADY = 2.0  # a median this many times the fastest run says that something else was running
+_STEADY = 2.0  # a median this many times the fastest run says that something else was running now and then
+_OWN = 0.8  # a smaller share of the cores' time says that something else was running all along
 _MATMUL_SIZES = {"cpu": (1024, 2048), "cuda": (4096, 8192)}
 _TRIAL_SIZE = 256
 _MATMUL_DTYPES = {"cpu": ("float32", "bfloat16"), "cuda": ("float32", "float16", "bfloat16")}
@@ -64,6 +66,7 @@ def measure(device: str = "cpu", buffer_bytes: int | None = None) -> Hardware:
         "buffer_bytes": buffer_bytes,
         "copy_bandwidth": copy,
         "spread": timer.spread,
+        "cpu_share": timer.cpu_share,
     }
     return Hardware(record["device"], _memory_bytes(device) / GIGA, read, rates, measured=record)
 
@@ -90,21 +93,30 @@ def _believed(value: dict[str, Any], now: datetime.datetime) -> Hardware | None:
     try:
         known = Hardware(**{**value, "unchecked": tuple(value["unchecked"])})
         record = known.measured
-        numbers = [known.memory_gb, known.bandwidth, record["copy_bandwidth"], *known.peak_flops.values()]
+        numbers = [known.memory_gb, known.bandwidth, record["copy_bandwidth"], record["cpu_share"]]
+        numbers += known.peak_flops.values()
         sound = bool(known.peak_flops) and all(math.isfinite(number) and number > 0 for number in numbers)
         age = now - datetime.datetime.fromisoformat(record["date"])
-        holds = record["spread"] <= _STEADY or age < datetime.timedelta(hours=1)
+        holds = not _busy(record) or age < datetime.timedelta(hours=1)
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
         return None
     return known if sound and holds else None
 
 
+def _busy(record: dict[str, Any]) -> str:
+    """What shows that other work was going on; empty for nothing."""
+    if record["spread"] > _STEADY:
+        return f"median run {record['spread']:.1f} times the fastest"
+    if record["cpu_share"] < _OWN:
+        return f"its {record['threads']} threads had {record['cpu_share']:.0%} of their cores' time"
+    return ""
+
+
 def _warn_if_busy(known: Hardware) -> None:
-    if known.measured["spread"] > _STEADY:
+    if why := _busy(known.measured):
         warnings.warn(
-            f"{known.name} was busy while its ceilings were measured (median run {known.measured['spread']:.1f} times "
-            "the fastest), so they may be too low; measure again when it is idle: this_machine(refresh=True), or "
-            "python -m minillm demo --refresh",
+            f"{known.name} was busy while its ceilings were measured ({why}), so they may be too low; measure again "
+            "when it is idle: this_machine(refresh=True), or python -m minillm demo --refresh",
             stacklevel=3,
         )
 
@@ -141,10 +153,30 @@ def _buffer_bytes(device: str) -> int:
 
 
 class _Timer:
-    """Times calls on a device. `spread` is the worst median / fastest seen: well above 1 on a busy machine."""
+    """Times calls on a device, and finds out whether it was busy with something else.
+
+    spread: the worst median / fastest seen, well above 1 where others ran now and then. cpu_share: of the time of so
+    many cores as torch has threads, the most that this process had in a large product: threads wait for each other, so
+    that one core shared all along makes every run slow, and all alike.
+    """
 
     def __init__(self, device: str) -> None:
-        self.device, self.spread = device, 1.0
+        self.device, self.spread, self._shares = device, 1.0, []
+
+    @property
+    def cpu_share(self) -> float:
+        return max(self._shares, default=1.0)
+
+    def note_share(self, work: Callable[[], object]) -> None:
+        """Runs work that keeps every thread busy, on a CPU, for so long that a few ms of the clock do not count."""
+        import torch
+
+        start, cpu, wall = time.perf_counter(), time.process_time(), 0.0
+        while wall < _SECONDS_A_SHARE:
+            work()
+            wall = time.perf_counter() - start
+        cores = (time.process_time() - cpu) / wall
+        self._shares.append(cores / torch.get_num_threads())
 
     def fastest_seconds(self, work: Callable[[], object]) -> float:
         """Fastest time of one call: after a warm-up, until the time is used up, but never fewer than five runs."""
@@ -204,4 +236,7 @@ def _product_rate(timer: _Timer, dtype: str, size: int) -> float:
     import torch
 
     left, right = (torch.randn(size, size, device=timer.device).to(getattr(torch, dtype)) for _ in range(2))
-    return 2 * size**3 / timer.fastest_seconds(lambda: left @ right)
+    rate = 2 * size**3 / timer.fastest_seconds(lambda: left @ right)
+    if timer.device == "cpu" and size == _MATMUL_SIZES["cpu"][-1]:
+        timer.note_share(lambda: left @ right)
+    return rate

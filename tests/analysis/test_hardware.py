@@ -62,8 +62,8 @@ def cache(tmp_path, monkeypatch):
 
     def counted(device):
         calls.append(device)
-        told = {"date": "2025-01-01T00:00:00+00:00", "copy_bandwidth": 5e9 + len(calls), "spread": 1.1}
-        record = ceilings._identity(device) | told
+        told = {"date": "2025-01-01T00:00:00+00:00", "copy_bandwidth": 5e9 + len(calls)}
+        record = ceilings._identity(device) | told | {"spread": 1.1, "cpu_share": 0.9}
         return Hardware("this", 16, 1e10 + len(calls), {"float32": 1e11}, measured=record)
 
     monkeypatch.setattr(ceilings, "measure", counted)
@@ -164,18 +164,40 @@ def test_the_timer_takes_the_fastest_after_a_warm_up_and_the_spread(monkeypatch)
     assert timer.spread == pytest.approx(2)
 
 
-def test_ceilings_of_a_busy_machine_hold_for_an_hour_and_say_so(cache):
+@pytest.mark.parametrize(
+    ("sign", "words"),
+    [({"spread": 3.0}, r"busy.*3\.0 times"), ({"cpu_share": 0.5}, r"busy.*threads had 50% of their cores' time")],
+)
+def test_ceilings_of_a_busy_machine_hold_for_an_hour_and_say_so(cache, sign, words):
     path, calls = cache
     ceilings.this_machine()
     now = datetime.datetime.now(datetime.UTC)
     recent, old = (now - datetime.timedelta(minutes=age) for age in (5, 65))
-    _edit(path, lambda raw: raw["value"]["measured"].update(spread=3.0, date=recent.isoformat()))
-    with pytest.warns(UserWarning, match=r"busy.*3\.0 times"):
+    _edit(path, lambda raw: raw["value"]["measured"].update(sign, date=recent.isoformat()))
+    with pytest.warns(UserWarning, match=words):
         ceilings.this_machine()
     assert len(calls) == 1
     _edit(path, lambda raw: raw["value"]["measured"].update(date=old.isoformat()))
     ceilings.this_machine()
     assert len(calls) == 2
+
+
+def test_a_core_that_is_shared_all_along_shows_in_the_time_that_was_had():
+    """Every run is then as slow as the others. Work that sleeps stands for work that waits for a core."""
+
+    def work(seconds, busy):
+        end = time.process_time() + seconds * busy
+        while time.process_time() < end:
+            pass
+        time.sleep(seconds * (1 - busy))
+
+    alone, shared = ceilings._Timer("cpu"), ceilings._Timer("cpu")
+    for _ in range(3):
+        alone.note_share(lambda: work(0.05, 1.0))
+        shared.note_share(lambda: work(0.05, 0.3))
+    threads = torch.get_num_threads()  # the work above has one
+    assert shared.cpu_share * threads < 0.4
+    assert 0 < shared.cpu_share < alone.cpu_share <= 1.01 / threads
 
 
 def test_a_measurement_that_makes_no_sense_is_an_error(cache, monkeypatch):

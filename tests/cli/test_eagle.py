@@ -253,7 +253,8 @@ def test_a_head_of_another_model_and_a_damaged_one(refused, folder, head, tmp_pa
 
 
 def test_a_head_is_no_model(refused, options, folder, head):
-    assert "model_type 'eagle' is not supported" in refused("generate", "the", "--model", head, "--device", "cpu")
+    remedy = "an EAGLE head, which drafts for a model; give it as --speculate eagle --draft FOLDER"
+    assert remedy in refused("generate", "the", "--model", head, "--device", "cpu")
     said = refused("generate", "the", *options, "--speculate", "draft", "--draft", head)
-    assert "model_type 'eagle' is not supported" in said
+    assert remedy in said
     assert one_line(said)
