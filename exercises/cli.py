@@ -122,7 +122,7 @@ def build_command(options: argparse.Namespace) -> int:
 def prove_command(options: argparse.Namespace) -> int:
     failures = 0
     for chapter in [options.chapter] if options.chapter else registry.chapters():
-        for proof in prove(registry.exercises(chapter)):
+        for proof in prove(chapter):
             exercise = proof.exercise
             failures += bool(proof.problems)
             print(f"{exercise.chapter} {exercise.name}: {'NOT proved' if proof.problems else 'proved'}")

@@ -45,17 +45,17 @@ class Proof:
     problems: list[str] = field(default_factory=list)
 
 
-def prove(exercises: list[Exercise]) -> list[Proof]:
-    """Run every variant of every one of a chapter's exercises, in as few child processes as can be.
+def prove(chapter: str) -> list[Proof]:
+    """Run every variant of every one of the chapter's exercises, in as few child processes as can be.
 
     Raises ExerciseError when notebook and checks do not fit together.
     """
-    proofs, attempts = [], []
-    for exercise in exercises:
-        notebook = read_notebook(registry.solution_path(exercise.chapter))
-        variants = variants_of(exercise, code_cells(notebook))
+    notebook = read_notebook(registry.solution_path(chapter))
+    cells, proofs, attempts = code_cells(notebook), [], []
+    for exercise in registry.exercises(chapter):
+        variants = variants_of(exercise, cells)
         proofs.append(Proof(exercise, dict.fromkeys(variants), statement_problems(exercise, notebook)))
-        attempts += [Attempt(exercise, cells) for cells in variants.values()]
+        attempts += [Attempt(exercise, variant) for variant in variants.values()]
     outcomes = iter(run(attempts))
     for proof in proofs:
         proof.outcomes = {variant: next(outcomes) for variant in proof.outcomes}

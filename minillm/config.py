@@ -185,7 +185,7 @@ class ModelConfig:
 def _from_dict(raw: Mapping[str, Any], source: str) -> ModelConfig:
     raw = {**raw, **raw["text_config"]} if isinstance(raw.get("text_config"), dict) else raw
     model_type = raw.get("model_type")
-    if model_type == "eagle":  # of speculative/eagle_file.py, and of heads that others have published
+    if model_type == "eagle":  # written by speculative/eagle_file.py
         raise ConfigError(
             f"{source}: an EAGLE head, which drafts for a model; give it as --speculate eagle --draft FOLDER"
         )

@@ -28,7 +28,7 @@ ALL = [exercise for chapter in registry.chapters() for exercise in registry.exer
 @functools.cache
 def proofs(chapter):
     """Of a chapter at a time, because each child process of `prove` has to import torch."""
-    return {proof.exercise.name: proof for proof in prove(registry.exercises(chapter))}
+    return {proof.exercise.name: proof for proof in prove(chapter)}
 
 
 @pytest.mark.parametrize("exercise", ALL, ids=lambda e: f"{e.chapter}-{e.name}")

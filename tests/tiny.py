@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from minillm import checkpoint
+from minillm.transformer import Transformer
 
 VOCAB = 320
 SHAPE = {
@@ -92,6 +97,22 @@ def make(name: str, seed: int = 0, **changes):
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(torch.randn_like(buffer) * 0.3)
     return model
+
+
+def copies(tmp_path_factory, **usual):
+    """get(name, **changes) -> a model of ours as transformers saved it, read once and copied for each call. `usual`:
+    changes of every model."""
+    made = {}
+
+    def get(name: str, **changes) -> Transformer:
+        changes = usual | changes
+        key = name, *sorted(changes.items())
+        if key not in made:
+            make(name, **changes).save_pretrained(folder := tmp_path_factory.mktemp(name))
+            made[key] = checkpoint.load_model(folder)
+        return copy.deepcopy(made[key])
+
+    return get
 
 
 def write_tokenizer(folder) -> Tokenizer:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from decimal import Decimal
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import MinillmError, RequestError, short
@@ -179,6 +180,14 @@ def read_text(text: str) -> str:
         raise RequestError(
             f"stdin is not UTF-8 text ({error.reason} at byte {error.start}); convert it first"
         ) from None
+
+
+def model_name(source: str | None) -> str:
+    """What to call the model of --model."""
+    if source is None:
+        return "SmolLM2-135M-Instruct"
+    path = Path(source)
+    return (path.stem if path.is_file() else path.resolve().name) if path.exists() else source
 
 
 def prepare(args: argparse.Namespace) -> str:

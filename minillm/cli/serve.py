@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-from pathlib import Path
 
 from ..errors import EngineError
 from . import common, drafting
@@ -97,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
 
     keys = tuple(args.api_key) or tuple(filter(None, [os.environ.get(KEY_VARIABLE)]))
     settings = ServerSettings(
-        model_name=args.served_model_name or model_name(args.model),
+        model_name=args.served_model_name or common.model_name(args.model),
         host=args.host,
         port=args.port,
         api_keys=keys,
@@ -141,14 +140,6 @@ def _check_options(options: dict) -> None:
         SchedulerConfig(**options)
     except TypeError as error:
         raise EngineError(f"this engine has no such setting: {error}") from None
-
-
-def model_name(source: str | None) -> str:
-    """What to call the model of --model."""
-    if source is None:
-        return "SmolLM2-135M-Instruct"
-    path = Path(source)
-    return (path.stem if path.is_file() else path.resolve().name) if path.exists() else source
 
 
 def _is_local(address: str) -> bool:

@@ -58,7 +58,6 @@ def run(args: argparse.Namespace) -> int:
     common.refuse_compile(args, "trains on float32 operators")
     model, tokenizer = common.load(args)
     from ..speculative import EagleHead
-    from .serve import model_name
 
     head = EagleHead(model, args.seed)  # a target that can have none is told before it writes
     generator = random.Random(args.seed)
@@ -70,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     texts = answers(model, tokenizer, prompts, args.tokens, generator)
     losses = _train(head, [t for i, t in enumerate(texts) if i % EVERY], args.steps, args.seed)
     found, positions = first_guesses(head, texts[::EVERY], [len(prompt) for prompt in prompts[::EVERY]])
-    size = head.save(folder, model_name(args.model))
+    size = head.save(folder, common.model_name(args.model))
     print(
         f"{folder}: {common.size_text(size)}, loss {losses[0]:.3f} to {losses[-1]:.3f}; the first guess is the model's "
         f"first choice at {found:.0%} of {positions} places of {len(texts[::EVERY])} answers not trained on"

@@ -24,8 +24,7 @@ def loads(data: bytes) -> Any:
             parse_int=_int,
             object_pairs_hook=_object,
         )
-        if _depth_exceeds(_DEPTH, value):
-            raise JSONError(f"the body is nested more than {_DEPTH} levels deep")
+        _check_depth(value)
         if b"\\u" in data:  # an escape can spell half a surrogate pair, which no UTF-8 text can hold
             json.dumps(value, ensure_ascii=False).encode("utf-8")
     except UnicodeDecodeError as error:
@@ -44,14 +43,15 @@ def dumps(value: Any) -> bytes:
     return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode("utf-8")
 
 
-def _depth_exceeds(limit: int, value: Any) -> bool:
+def _check_depth(value: Any) -> None:
+    """Raises RecursionError, as Python's own reader does where its limit is the lower one."""
     level = [value]
-    for _ in range(limit + 1):
+    for _ in range(_DEPTH + 1):
         nodes = [node for node in level if isinstance(node, (list, dict))]
         if not nodes:
-            return False
+            return
         level = [child for node in nodes for child in (node.values() if isinstance(node, dict) else node)]
-    return True
+    raise RecursionError
 
 
 def _constant(name: str) -> None:

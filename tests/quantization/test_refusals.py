@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 
-from minillm import checkpoint
 from minillm.analysis.quality import window_logits
 from minillm.compilation import CompiledTransformer
 from minillm.errors import MinillmError
@@ -17,22 +14,12 @@ from minillm.quantization.linear import QuantizedLinear
 from minillm.quantization.rotation import rotate_
 from minillm.sparsity import pack_, sparsify_
 from tests import tiny
-
-TOKENS = torch.randint(2, tiny.VOCAB, (40,), generator=torch.Generator().manual_seed(0)).tolist()
+from tests.quantization.kept import CALIBRATION as TOKENS
 
 
 @pytest.fixture(scope="module")
 def load(tmp_path_factory):
-    made = {}
-
-    def get(name, **changes):
-        key = name, *sorted(changes.items())
-        if key not in made:
-            tiny.make(name, **changes).save_pretrained(folder := tmp_path_factory.mktemp(name))
-            made[key] = checkpoint.load_model(folder)
-        return copy.deepcopy(made[key])
-
-    return get
+    return tiny.copies(tmp_path_factory)
 
 
 def test_experts_that_no_calibration_token_reached_are_rounded_and_not_lost(load):

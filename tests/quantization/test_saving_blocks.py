@@ -14,8 +14,8 @@ from minillm.generate import generate
 from minillm.quantization import quantize_
 from minillm.quantization.saving import save_quantized
 from tests import tiny
+from tests.quantization.kept import CALIBRATION as TOKENS
 
-TOKENS = torch.randint(2, tiny.VOCAB, (40,), generator=torch.Generator().manual_seed(0)).tolist()
 HYBRID = {"hidden_size": 160, "intermediate_size": 192, "head_dim": 32, "linear_key_head_dim": 24,
           "linear_value_head_dim": 40}  # fmt: skip
 ALIGNED = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 128, "num_attention_heads": 2,

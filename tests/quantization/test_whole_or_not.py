@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 
-from minillm import checkpoint
 from minillm.analysis.quality import window_logits
 from minillm.errors import QuantizationError
 from minillm.quantization import apply, quantize_, rotation
@@ -24,15 +21,7 @@ SCHEMES = ["int8", "int4-g32", "hqq-int4-g32", "fp8", "gptq-int4-g32", "awq-int4
 
 @pytest.fixture(scope="module")
 def load(tmp_path_factory):
-    made = {}
-
-    def get(name):
-        if name not in made:
-            tiny.make(name, **WIDE).save_pretrained(folder := tmp_path_factory.mktemp(name))
-            made[name] = checkpoint.load_model(folder)
-        return copy.deepcopy(made[name])
-
-    return get
+    return tiny.copies(tmp_path_factory, **WIDE)
 
 
 @pytest.mark.parametrize("family", ["llama-mha-bias", "llama-mqa-tied"])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 
 from minillm import checkpoint, cli
@@ -20,15 +18,7 @@ LAYERS = range(1, 13)  # four in each of three blocks
 
 @pytest.fixture(scope="module")
 def load(tmp_path_factory):
-    made = {}
-
-    def get(name):
-        if name not in made:
-            tiny.make(name, **WIDE).save_pretrained(folder := tmp_path_factory.mktemp(name))
-            made[name] = checkpoint.load_model(folder)
-        return copy.deepcopy(made[name])
-
-    return get
+    return tiny.copies(tmp_path_factory, **WIDE)
 
 
 @pytest.mark.parametrize("family", ["llama-mha-bias", "llama-mqa-tied"])
